@@ -1,0 +1,304 @@
+"""The contract between applications and workers: requests down, events up.
+
+JSON only, versioned, every field bounded. Adapters speak it down, workers speak it up; both
+the in-process backend and the Celery backend carry exactly these messages.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from ssd_integrations.errors import (
+    InvalidRequestError,
+    MalformedMessageError,
+    SSDError,
+    error_from_code,
+)
+
+PROTOCOL_VERSION = 1
+MAX_PROMPT_CHARS = 4_000_000
+MAX_MESSAGES = 10_000
+MAX_NEW_TOKENS = 1_000_000
+
+Role = Literal["system", "user", "assistant", "tool"]
+SpeculationMode = Literal["off", "ngram", "model", "auto"]
+FinishReason = Literal["stop", "length", "cancelled"]
+QueueName = Literal["interactive", "batch"]
+
+T = TypeVar("T", bound="_Message")
+
+
+class _Message(BaseModel):
+    """A frozen JSON message; unknown fields are an error, not a shrug."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def from_json(cls: type[T], data: str | bytes) -> T:
+        """Parse a message from the wire.
+
+        Raises:
+          MalformedMessageError: not JSON, unknown fields, or values out of bounds.
+        """
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise MalformedMessageError(describe_validation_error(cls.__name__, error)) from error
+
+    def to_json(self) -> str:
+        """This message as a JSON string."""
+        return self.model_dump_json()
+
+
+class SamplingParams(_Message):
+    """How the next token is drawn from the target's distribution.
+
+    ``temperature=0`` is greedy decoding and ignores the other knobs. With a ``seed`` the text
+    is the same for every drafter, draft length and batch; without one it is a fresh draw.
+    """
+
+    temperature: float = Field(default=0.0, ge=0.0, le=10.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0, le=10_000_000, description="0 keeps every token.")
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_NEW_TOKENS, description="None fills the context window."
+    )
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(
+        default=(), max_length=32
+    )
+    seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+
+
+class SpeculationParams(_Message):
+    """How the draft is made. Never changes the text, only its speed.
+
+    ``auto`` uses the loaded draft model if there is one, else n-gram prompt lookup.
+    ``num_draft_tokens`` is the longest draft per verification; None takes the engine's default.
+    """
+
+    mode: SpeculationMode = "auto"
+    num_draft_tokens: int | None = Field(default=None, ge=1, le=64)
+
+
+class ToolCall(_Message):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: str = Field(max_length=256)
+    name: str = Field(min_length=1, max_length=256)
+    arguments: dict[str, Any]
+
+
+class Message(_Message):
+    """One turn of a conversation."""
+
+    role: Role
+    content: str = Field(default="", max_length=MAX_PROMPT_CHARS)
+    name: str | None = Field(default=None, max_length=256)
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=256)
+    tool_call_id: str | None = Field(default=None, max_length=256)
+
+
+class GenerationRequest(_Message):
+    """One call of a model.
+
+    Exactly one of ``messages`` (rendered through the model's chat template) and ``prompt``
+    (taken as it is) must be given.
+    """
+
+    version: Literal[1] = PROTOCOL_VERSION
+    request_id: str = Field(
+        default_factory=lambda: uuid.uuid4().hex, pattern=r"^[A-Za-z0-9_.-]{1,64}$"
+    )
+    model: str = Field(min_length=1, max_length=1024)
+    messages: tuple[Message, ...] | None = Field(default=None, max_length=MAX_MESSAGES)
+    prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARS)
+    sampling: SamplingParams = SamplingParams()
+    speculation: SpeculationParams = SpeculationParams()
+    queue: QueueName = "interactive"
+    queue_timeout_s: float = Field(default=60.0, gt=0.0, le=7 * 86_400.0)
+    timeout_s: float | None = Field(default=None, gt=0.0, le=7 * 86_400.0)
+
+    @model_validator(mode="after")
+    def _one_input(self) -> GenerationRequest:
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("give exactly one of messages and prompt")
+        if self.messages is not None and not self.messages:
+            raise ValueError("messages is empty: give at least one message")
+        if self.prompt is not None and not self.prompt:
+            raise ValueError("prompt is empty: give at least one character")
+        return self
+
+
+class Usage(_Message):
+    """Token counts; the end-of-sequence token counts as generated."""
+
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=0)
+
+
+class SpeculationStats(_Message):
+    """What speculation did for one request, under the names vLLM uses.
+
+    ``num_spec_steps`` counts target forwards that emitted tokens after the prefill,
+    with or without a draft. ``mean_acceptance_length`` is 1 + accepted / steps (the bonus
+    token counts), ``draft_acceptance_rate`` is accepted / drafted, and
+    ``acceptance_histogram[k]`` is the number of steps that accepted k draft tokens.
+    """
+
+    method: str = Field(max_length=32, description="What ran: off, ngram or model, not auto.")
+    num_spec_steps: int = Field(default=0, ge=0)
+    num_draft_tokens: int = Field(default=0, ge=0)
+    num_accepted_tokens: int = Field(default=0, ge=0)
+    mean_acceptance_length: float = Field(default=1.0, ge=0.0)
+    draft_acceptance_rate: float = Field(default=0.0, ge=0.0, le=1.0)
+    acceptance_histogram: tuple[int, ...] = ()
+
+
+class Timing(_Message):
+    """Seconds, measured by the engine's clock, from the moment the engine got the request."""
+
+    queue_s: float = Field(ge=0.0, description="Waiting for a free row.")
+    time_to_first_token_s: float = Field(ge=0.0)
+    decode_s: float = Field(ge=0.0, description="From the first token to the last.")
+    total_s: float = Field(ge=0.0)
+    tokens_per_second: float = Field(ge=0.0, description="Of the decode phase.")
+
+
+class ModelInfo(_Message):
+    """What a backend knows of a model it serves."""
+
+    name: str
+    architecture: str
+    context_length: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    dtype: str
+    device: str
+    draft_model: str | None = None
+    has_chat_template: bool = False
+
+
+class ErrorInfo(_Message):
+    """An error on the wire."""
+
+    code: str = Field(max_length=64)
+    message: str
+    remedy: str
+    retryable: bool
+
+    @classmethod
+    def from_error(cls, error: SSDError) -> ErrorInfo:
+        """The wire form of ``error``."""
+        return cls(
+            code=error.code, message=error.message, remedy=error.remedy, retryable=error.retryable
+        )
+
+    def to_error(self) -> SSDError:
+        """The exception that this describes, of the class that its code names."""
+        return error_from_code(self.code, self.message, self.remedy)
+
+
+class StartedEvent(_Message):
+    """The prompt is in the model; tokens follow."""
+
+    type: Literal["started"] = "started"
+    request_id: str
+    model: str
+    prompt_tokens: int = Field(ge=0)
+
+
+class DeltaEvent(_Message):
+    """New text. ``token_ids`` are the tokens accepted since the previous delta."""
+
+    type: Literal["delta"] = "delta"
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+class FinishedEvent(_Message):
+    """The end. ``text`` is the whole output: the concatenation of every delta's text."""
+
+    type: Literal["finished"] = "finished"
+    request_id: str
+    text: str
+    finish_reason: FinishReason
+    stop_sequence: str | None = None
+    usage: Usage
+    speculation: SpeculationStats
+    timing: Timing
+    model: ModelInfo
+
+
+class FailedEvent(_Message):
+    """The request failed; nothing follows."""
+
+    type: Literal["failed"] = "failed"
+    request_id: str
+    error: ErrorInfo
+
+
+Event = StartedEvent | DeltaEvent | FinishedEvent | FailedEvent
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+
+
+def event_from_json(data: str | bytes) -> Event:
+    """Parse one event from the wire.
+
+    Raises:
+      MalformedMessageError: not an event of this protocol.
+    """
+    try:
+        return _EVENT.validate_json(data)
+    except ValidationError as error:
+        raise MalformedMessageError(describe_validation_error("event", error)) from error
+
+
+def is_terminal(event: Event) -> bool:
+    """Whether nothing follows ``event`` in its stream."""
+    return isinstance(event, FinishedEvent | FailedEvent)
+
+
+def build_request(**fields: Any) -> GenerationRequest:
+    """A :class:`GenerationRequest` from keyword arguments.
+
+    Raises:
+      InvalidRequestError: names the field and the value that is out of bounds.
+    """
+    try:
+        return GenerationRequest(**fields)
+    except ValidationError as error:
+        raise InvalidRequestError(describe_validation_error("request", error)) from error
+
+
+def build_sampling(**fields: Any) -> SamplingParams:
+    """:class:`SamplingParams` from keyword arguments; raises like :func:`build_request`."""
+    try:
+        return SamplingParams(**fields)
+    except ValidationError as error:
+        raise InvalidRequestError(describe_validation_error("sampling", error)) from error
+
+
+def build_speculation(**fields: Any) -> SpeculationParams:
+    """:class:`SpeculationParams` from keyword arguments; raises like :func:`build_request`."""
+    try:
+        return SpeculationParams(**fields)
+    except ValidationError as error:
+        raise InvalidRequestError(describe_validation_error("speculation", error)) from error
+
+
+def describe_validation_error(what: str, error: ValidationError) -> str:
+    """One plain sentence from a pydantic error: field, fault and the value (cut to 80 characters)."""
+    parts = []
+    for item in error.errors(include_url=False)[:5]:
+        field = ".".join(str(part) for part in item["loc"]) or what
+        value = repr(item.get("input"))
+        if len(value) > 80:
+            value = value[:77] + "..."
+        fault = item["msg"].removeprefix("Value error, ")
+        parts.append(fault if field == what else f"{field}={value}: {fault}")
+    return f"Invalid {what}: " + "; ".join(parts) + "."
