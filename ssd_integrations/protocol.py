@@ -18,7 +18,7 @@ from ssd_integrations.errors import (
     error_from_code,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION: Literal[1] = 1
 MAX_PROMPT_CHARS = 4_000_000
 MAX_MESSAGES = 10_000
 MAX_NEW_TOKENS = 1_000_000
@@ -292,7 +292,7 @@ def build_speculation(**fields: Any) -> SpeculationParams:
 
 
 def describe_validation_error(what: str, error: ValidationError) -> str:
-    """One plain sentence from a pydantic error: field, fault and the value (cut to 80 characters)."""
+    """One plain sentence from a pydantic error: field, value (cut to 80 characters), fault."""
     parts = []
     for item in error.errors(include_url=False)[:5]:
         field = ".".join(str(part) for part in item["loc"]) or what
