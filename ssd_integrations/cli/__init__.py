@@ -1,0 +1,64 @@
+"""The `ssd` command: one module per subcommand, imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ssd_integrations import __version__
+from ssd_integrations.cli.failures import report_failures
+from ssd_integrations.cli.lazy import LazyGroup
+
+__all__ = ["app", "main"]
+
+_EXAMPLES = """\b
+Examples:
+  ssd demo                    the whole tour, nothing else to install
+  ssd generate "Say hello"    one answer, in this process
+  ssd up                      an embedded broker and a worker
+  ssd generate "Say hello" --broker-url redis://localhost:6379/0
+"""
+
+app = typer.Typer(
+    name="ssd",
+    cls=LazyGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Exact speculative decoding for LangChain and LlamaIndex, in process or on "
+    "Celery workers.",
+    epilog=_EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ssd-integrations {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Entry point of the `ssd` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # A model may write characters that the terminal's encoding lacks.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        with report_failures():
+            app()
+    except typer.Exit as end:
+        sys.exit(end.exit_code)

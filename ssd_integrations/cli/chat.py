@@ -1,0 +1,159 @@
+"""`ssd chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import typer
+
+from ssd_integrations.backends.base import Backend
+from ssd_integrations.cli import options as opt
+from ssd_integrations.cli.failures import (
+    EXIT_INTERRUPTED,
+    report_failures,
+    show_error,
+    usage_errors,
+)
+from ssd_integrations.cli.progress import LoadingBar
+from ssd_integrations.cli.render import note, stats_line, write_text
+from ssd_integrations.cli.session import open_session, stream
+from ssd_integrations.errors import InvalidRequestError, SSDError
+from ssd_integrations.protocol import Message
+
+_HELP = (
+    "/system TEXT sets the system message · /reset forgets the conversation · "
+    "/quit (or end of input) leaves"
+)
+
+
+@dataclass
+class Conversation:
+    """What was said so far. A turn counts only once it is answered."""
+
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+
+    def messages(self, text: str) -> tuple[Message, ...]:
+        """The whole conversation with ``text`` as the newest user turn."""
+        head = [Message(role="system", content=self.system)] if self.system else []
+        return (*head, *self.turns, Message(role="user", content=text))
+
+    def answered(self, text: str, answer: str) -> None:
+        """Remember one exchange."""
+        self.turns += [
+            Message(role="user", content=text),
+            Message(role="assistant", content=answer),
+        ]
+
+    def reset(self) -> None:
+        """Forget the exchanges; the system message stays."""
+        self.turns.clear()
+
+
+def chat(
+    model: opt.Model = "demo",
+    draft_model: opt.DraftModel = None,
+    speculation: opt.Speculation = "auto",
+    num_draft_tokens: opt.NumDraftTokens = None,
+    temperature: opt.Temperature = 0.0,
+    top_p: opt.TopP = 1.0,
+    top_k: opt.TopK = 0,
+    min_p: opt.MinP = 0.0,
+    max_tokens: opt.MaxTokens = None,
+    seed: opt.Seed = None,
+    dtype: opt.DTypeOption = None,
+    device: opt.Device = None,
+    system: opt.System = None,
+    broker_url: opt.BrokerURL = None,
+    timeout: opt.Timeout = None,
+) -> None:
+    """Talk with a model; after each answer its speed and acceptance length.
+
+    In the conversation: /system TEXT, /reset, /quit. Ctrl-C stops an answer.
+
+    \b
+    Examples:
+      ssd chat
+      ssd chat --system "Answer in one sentence." --temperature 0.7
+      ssd chat --broker-url redis://localhost:6379/0
+    """
+    with report_failures():
+        with usage_errors():
+            engine = opt.EngineOptions(model, draft_model, dtype, device, broker_url)
+            engine.check(speculation)
+            wanted = opt.RequestOptions(
+                speculation=speculation,
+                num_draft_tokens=num_draft_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                min_p=min_p,
+                max_tokens=max_tokens,
+                seed=seed,
+                timeout_s=timeout,
+            )
+            talk = Conversation(system)
+            wanted.request(model, messages=talk.messages("Hello"))
+        with LoadingBar() as bar, open_session(engine, bar) as backend:
+            note(_HELP)
+            while (line := _read_line()) is not None:
+                if not _command(talk, line):
+                    break
+                if line and not line.startswith("/"):
+                    _answer(backend, wanted, model, talk, line, bar)
+
+
+def _read_line() -> str | None:
+    """The next line typed, or None at the end of input."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401 - importing it gives input() its line editing
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        return None
+
+
+def _command(talk: Conversation, line: str) -> bool:
+    """Obey ``line`` if it is a command; False ends the conversation."""
+    word, _, rest = line.partition(" ")
+    if word == "/quit":
+        return False
+    if word == "/reset":
+        talk.reset()
+        note("The conversation starts afresh.")
+    elif word == "/system":
+        talk.system = rest.strip() or None
+        note("System message set." if talk.system else "System message removed.")
+    elif line.startswith("/"):
+        note(_HELP)
+    return True
+
+
+def _answer(
+    backend: Backend,
+    wanted: opt.RequestOptions,
+    model: str,
+    talk: Conversation,
+    line: str,
+    bar: LoadingBar,
+) -> None:
+    """Stream one answer. A mistake or a passing trouble costs the turn, not the conversation."""
+    try:
+        request = wanted.request(model, messages=talk.messages(line))
+        event = stream(backend, request, write_text, bar)
+    except KeyboardInterrupt:
+        write_text("\n")
+        note("Stopped; the exchange is forgotten.")
+        if not sys.stdin.isatty():
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        return
+    except SSDError as error:
+        if not (error.retryable or isinstance(error, InvalidRequestError)):
+            raise
+        show_error(error, as_json=False)
+        return
+    write_text("\n")
+    note(stats_line(event))
+    talk.answered(line, event.text)

@@ -1,0 +1,52 @@
+"""A backend for the length of a command, and one request streamed through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import cast
+
+from ssd_integrations.backends.base import Backend
+from ssd_integrations.cli.options import EngineOptions
+from ssd_integrations.cli.progress import LoadingBar
+from ssd_integrations.errors import EngineError
+from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, GenerationRequest
+
+
+@contextmanager
+def open_session(options: EngineOptions, bar: LoadingBar) -> Iterator[Backend]:
+    """The backend that ``options`` ask for, closed at the end; ``bar`` shows it loading."""
+    from ssd_integrations.backends import open_backend
+
+    backend = open_backend(
+        model=options.model, broker_url=options.broker_url, progress=bar, **options.given()
+    )
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def stream(
+    backend: Backend,
+    request: GenerationRequest,
+    on_text: Callable[[str], None],
+    bar: LoadingBar | None = None,
+) -> FinishedEvent:
+    """Run ``request``, hand every piece of text to ``on_text`` and return the end.
+
+    An exception on the way (an interrupt, say) cancels the request. ``bar`` is closed as soon
+    as the first event shows that the model is loaded.
+    """
+    finished: FinishedEvent | None = None
+    with closing(cast(Generator[Event, None, None], backend.generate(request))) as events:
+        for event in events:
+            if bar is not None:
+                bar.close()
+            if isinstance(event, DeltaEvent):
+                on_text(event.text)
+            elif isinstance(event, FinishedEvent):
+                finished = event
+    if finished is None:
+        raise EngineError(f"The stream of request {request.request_id} ended without a result.")
+    return finished
