@@ -178,7 +178,8 @@ class RequestCancelledError(SSDError):
 def _tree(root: type[SSDError]) -> dict[str, type[SSDError]]:
     found = {root.code: root}
     for kind in root.__subclasses__():
-        found.update(_tree(kind))
+        if "code" in vars(kind):  # An adapter's variant of an error shares its parent's code.
+            found.update(_tree(kind))
     return found
 
 

@@ -1,0 +1,65 @@
+"""Events of the contract as LlamaIndex responses.
+
+A LlamaIndex stream carries the whole text so far and, beside it, what is new.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    MessageRole,
+)
+
+from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent
+
+
+class Answer:
+    """The answer to one request as far as it has come.
+
+    ``text`` is all of it, ``delta`` what the latest event added, ``raw`` (usage, finish reason,
+    speculation statistics, timing) comes with the end.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.delta = ""
+        self.finished: FinishedEvent | None = None
+
+    def add(self, event: Event) -> bool:
+        """Take in ``event``; whether there is something new to tell."""
+        if isinstance(event, DeltaEvent):
+            self.delta = event.text
+            self.text += event.text
+            return bool(event.text)
+        if isinstance(event, FinishedEvent):
+            self.delta = ""
+            self.finished = event
+            return True
+        return False
+
+    @property
+    def raw(self) -> dict[str, Any] | None:
+        """What is known besides the text, as plain JSON types; None before the end."""
+        if self.finished is None:
+            return None
+        return {
+            "model": self.finished.model.name,
+            "finish_reason": self.finished.finish_reason,
+            "stop_sequence": self.finished.stop_sequence,
+            "usage": self.finished.usage.model_dump(mode="json"),
+            "speculation": self.finished.speculation.model_dump(mode="json"),
+            "timing": self.finished.timing.model_dump(mode="json"),
+        }
+
+    def chat(self) -> ChatResponse:
+        """One step of a chat stream, or its end."""
+        message = ChatMessage(role=MessageRole.ASSISTANT, content=self.text)
+        return ChatResponse(message=message, delta=self.delta, raw=self.raw)
+
+    def completion(self) -> CompletionResponse:
+        """One step of a completion stream, or its end."""
+        return CompletionResponse(text=self.text, delta=self.delta, raw=self.raw)
