@@ -15,7 +15,7 @@ DType = Literal["auto", "int8", "float32", "bfloat16", "float16"]
 class EngineConfig(BaseModel):
     """One target model, at most one draft model, and the limits they run under.
 
-    ``dtype="auto"`` is int8 on a CPU that can do it exactly and bfloat16 on a GPU.
+    ``dtype="auto"`` is bfloat16 on a GPU; on a CPU int8 for the demo model and float32 otherwise.
     ``max_model_len`` is in tokens, prompt and output together; None takes the model's own limit.
     """
 

@@ -1,0 +1,246 @@
+"""Attention over packed, ragged rows, with every row's result independent of its neighbours.
+
+The rows of all running sequences stand in one input ``[1, total_rows]``. Each query row attends
+over its own sequence's keys only. To be bit-identical alone and in any batch, a row's products
+must have a shape and a summation order that depend on the row alone:
+
+* keys are taken in whole blocks of 64 from the row's own window, and invalid ones get a weight of
+  exactly zero, so the number of keys summed depends on the row's position only;
+* rows of one sequence with the same blocks share one matrix product of at least ``MIN_ROWS``
+  rows (padded with zero rows), where BLAS libraries compute each row alike whatever the number of
+  rows. That is a property of the library, so :func:`rows_are_exact` checks it on the machine at
+  hand; where it does not hold, each row is multiplied alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from ssd_workers.engine.kv_cache import BLOCK, SequenceCache
+
+ATTENTION_NAME = "ssd_packed_rows"
+MIN_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one sequence: ``rows`` new positions that start at ``start``."""
+
+    cache: SequenceCache
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows ``first..last`` of the packed input that attend over keys ``key_start..key_end``."""
+
+    cache: SequenceCache
+    first: int
+    last: int
+    key_start: int
+    key_end: int
+    invalid: torch.Tensor | None  # [rows, 1, keys] bool; None if every key is valid
+
+
+class PackedStep(Cache):  # type: ignore[misc]
+    """One forward's view of every running sequence's cache, in the shape transformers expects.
+
+    ``update`` writes each sequence's rows at its own place; :meth:`attend` reads them.
+    """
+
+    def __init__(self, spans: Sequence[Span], *, group_rows: bool) -> None:
+        self.layers = []
+        self.spans = list(spans)
+        self.written_layers: set[int] = set()
+        self.attended_layers: set[int] = set()
+        self._group_rows = group_rows
+        self._groups: dict[int | None, list[_Group]] = {}
+
+    is_compileable = False
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return []
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        del layer_idx
+        return max(span.start for span in self.spans)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write ``[1, kv_heads, total_rows, head_dim]``; what is returned is not read again."""
+        del args, kwargs
+        row = 0
+        for span in self.spans:
+            end = row + span.rows
+            span.cache.write(
+                layer_idx, span.start, key_states[0, :, row:end], value_states[0, :, row:end]
+            )
+            row = end
+        self.written_layers.add(layer_idx)
+        return key_states, value_states
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """``[1, heads, total_rows, head_dim]`` queries to ``[1, total_rows, heads, head_dim]``."""
+        self.attended_layers.add(layer)
+        heads, total, dim = query.shape[1:]
+        kv_heads = self.spans[0].cache.read(layer, 0, 1)[0].shape[0]
+        per_kv = heads // kv_heads
+        # [kv_heads, total*per_kv, dim]: the query heads that share a key head lie side by side.
+        packed = (query[0] * scaling).view(kv_heads, per_kv, total, dim).transpose(1, 2)
+        packed = packed.reshape(kv_heads, total * per_kv, dim)
+        out = torch.empty_like(packed)
+        for group in self._plan(window, query.device):
+            keys, values = group.cache.read(layer, group.key_start, group.key_end)
+            first, last = group.first * per_kv, group.last * per_kv
+            rows = packed[:, first:last]
+            count = last - first
+            if count < MIN_ROWS:
+                rows = nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count))
+            scores = torch.matmul(rows, keys.transpose(1, 2))
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            if group.invalid is not None:
+                view = scores[:, :count].unflatten(1, (-1, per_kv))
+                view.masked_fill_(group.invalid, -torch.inf)
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+            out[:, first:last] = torch.matmul(weights, values)[:, :count]
+        return out.view(kv_heads, total, per_kv, dim).transpose(0, 1).reshape(1, total, heads, dim)
+
+    def _plan(self, window: int | None, device: torch.device) -> list[_Group]:
+        groups = self._groups.get(window)
+        if groups is None:
+            groups = self._groups[window] = list(self._make_groups(window, device))
+        return groups
+
+    def _make_groups(self, window: int | None, device: torch.device) -> Sequence[_Group]:
+        groups = []
+        row = 0
+        for span in self.spans:
+            first = 0
+            while first < span.rows:
+                blocks = _key_blocks(span.start + first, window)
+                last = first + 1
+                while (
+                    self._group_rows
+                    and last < span.rows
+                    and _key_blocks(span.start + last, window) == blocks
+                ):
+                    last += 1
+                invalid = _invalid_keys(span.start + first, last - first, blocks, window, device)
+                groups.append(_Group(span.cache, row + first, row + last, *blocks, invalid))
+                first = last
+            row += span.rows
+        return groups
+
+
+def _key_blocks(position: int, window: int | None) -> tuple[int, int]:
+    """The block-aligned range of keys that the query at ``position`` sums over."""
+    end = (position // BLOCK + 1) * BLOCK
+    start = 0 if window is None else max(0, position + 1 - window) // BLOCK * BLOCK
+    return start, end
+
+
+def _invalid_keys(
+    position: int, rows: int, blocks: tuple[int, int], window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """``[rows, 1, keys]``: keys after the query, or further back than the window."""
+    start, end = blocks
+    if rows == 1 and position == end - 1 and (window is None or position + 1 - window == start):
+        return None
+    at = torch.arange(position, position + rows, device=device)[:, None, None]
+    keys = torch.arange(start, end, device=device)[None, None, :]
+    invalid = keys > at
+    if window is not None:
+        invalid |= keys <= at - window
+    return invalid
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    ssd_step: PackedStep | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' attention layers call under ``ATTENTION_NAME``."""
+    del key, value, attention_mask, kwargs
+    if ssd_step is None:
+        raise RuntimeError("this attention runs only under ssd_workers' ModelRunner")
+    if scaling is None:
+        scaling = float(query.shape[-1]) ** -0.5
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    out = ssd_step.attend(
+        layer, query, scaling=float(scaling), window=sliding_window, softcap=softcap
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+@lru_cache(maxsize=64)
+def rows_are_exact(kv_heads: int, per_kv: int, head_dim: int) -> bool:
+    """Whether this machine's float32 products give a row the same bits in any group of rows.
+
+    Compares grouped attention products with single ones, bit for bit, over the shapes in use.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for num_keys in (BLOCK, 3 * BLOCK, 8 * BLOCK, 33 * BLOCK):
+        keys = torch.randn(kv_heads, num_keys, head_dim, generator=generator)
+        values = torch.randn(kv_heads, num_keys, head_dim, generator=generator)
+        queries = torch.randn(kv_heads, BLOCK * per_kv, head_dim, generator=generator)
+        whole = _products(queries, keys, values)
+        for rows in (1, 2, 3, 5, 8, 9, 16, 17):
+            for first in (0, 1, 11):
+                part = slice(first * per_kv, (first + rows) * per_kv)
+                piece = queries[:, part]
+                missing = MIN_ROWS - piece.shape[1]
+                if missing > 0:
+                    piece = nn.functional.pad(piece, (0, 0, 0, missing))
+                alone = _products(piece, keys, values)[:, : rows * per_kv]
+                if not torch.equal(alone, whole[:, part]):
+                    return False
+    return True
+
+
+def _products(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    scores = torch.matmul(queries, keys.transpose(1, 2)) * head_scale(keys)
+    return torch.matmul(torch.softmax(scores, dim=-1), values)
+
+
+def head_scale(keys: torch.Tensor) -> float:
+    """The usual 1/sqrt(head_dim)."""
+    return float(keys.shape[-1]) ** -0.5

@@ -1,0 +1,179 @@
+"""A model's int8 weights on disk, made once, so that a process is ready in seconds.
+
+A folder holds two safetensors files: ``int8.safetensors`` (``<module>.weight`` int8 and
+``<module>.scale``, read once and packed) and ``rest.safetensors`` (everything else in float32,
+memory-mapped: the embedding's pages are shared by every process).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
+from ssd_integrations.errors import DiskFullError, UnsupportedModelError
+from ssd_workers.engine.int8 import Int8Fused, Int8Linear, PackedWeight, quantize_weight
+from ssd_workers.progress import Progress
+
+FORMAT = 1
+_DONE = "complete.json"
+_INT8 = "int8.safetensors"
+_REST = "rest.safetensors"
+
+# Projections that read the same input and are therefore computed as one product.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def ensure_int8(model_path: str, folder: Path, name: str, progress: Progress) -> Path:
+    """``folder``, holding the int8 weights of the model at ``model_path``; made if missing.
+
+    Safe against two processes at once and against being killed in the middle.
+
+    Raises:
+      UnsupportedModelError: the model has weights that this cannot quantise row-exactly.
+      DiskFullError: no space; nothing half-written is left.
+    """
+    if _is_complete(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(folder) + ".lock"):
+        if _is_complete(folder):
+            return folder
+        for stale in (folder, *folder.parent.glob(f"{folder.name}.tmp-*")):
+            shutil.rmtree(stale, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+        try:
+            _quantize_to(temporary, model_path, name, progress)
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise DiskFullError(
+                    f"The disk of {folder.parent} is full while writing int8 weights of {name!r}."
+                ) from error
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def load_int8(model_path: str, folder: Path, attention: str, progress: Progress) -> PreTrainedModel:
+    """The model with int8 linear layers, on the CPU, everything else in float32."""
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    # Without initialisation the float weights are address space that is never touched.
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        )
+    with (
+        safe_open(folder / _REST, framework="pt") as rest,
+        safe_open(folder / _INT8, framework="pt") as packed,
+    ):
+        tensors = {key: rest.get_tensor(key) for key in rest.keys()}  # noqa: SIM118
+        _replace_linears(model, packed, tensors, progress)
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+    if missing or unexpected:
+        raise UnsupportedModelError(
+            f"The int8 weights in {folder} do not fit {type(model).__name__}: "
+            f"missing {missing[:3]}, unexpected {unexpected[:3]}.",
+            remedy="Remove the model with `ssd models rm`, or use --dtype float32.",
+        )
+    model.eval()
+    return model
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / _DONE).read_text())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _quantize_to(folder: Path, model_path: str, name: str, progress: Progress) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, trust_remote_code=False
+    )
+    linears = [(key, m) for key, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    int8: dict[str, torch.Tensor] = {}
+    for done, (key, module) in enumerate(linears):
+        weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+        int8[f"{key}.weight"], int8[f"{key}.scale"] = quantize_weight(weight)
+        progress("quantise to int8", done + 1, len(linears), "layers")
+    quantised = {f"{key}.weight" for key, _ in linears}
+    rest = {k: v.contiguous() for k, v in model.state_dict().items() if k not in quantised}
+    _refuse_large_float_weights(model, rest, name)
+    save_file(int8, folder / _INT8)
+    save_file(rest, folder / _REST)
+    (folder / _DONE).write_text(json.dumps({"format": FORMAT, "model": name}))
+
+
+def _refuse_large_float_weights(
+    model: PreTrainedModel, rest: dict[str, torch.Tensor], name: str
+) -> None:
+    """A float product beside the quantised ones would not be row-exact: refuse, do not pretend."""
+    lookups = {
+        f"{key}.weight" for key, module in model.named_modules() if isinstance(module, nn.Embedding)
+    }
+    odd = [key for key, tensor in rest.items() if tensor.ndim >= 2 and key not in lookups]
+    if odd:
+        raise UnsupportedModelError(
+            f"Model {name!r} multiplies by weights that int8 does not cover, such as {odd[0]!r}.",
+            remedy="Use --dtype float32.",
+        )
+
+
+def _replace_linears(
+    model: PreTrainedModel, packed: safe_open, rest: dict[str, torch.Tensor], progress: Progress
+) -> None:
+    names = [key.removesuffix(".scale") for key in packed.keys() if key.endswith(".scale")]  # noqa: SIM118
+    groups = _fusion_groups(names)
+    for done, group in enumerate(groups):
+        weights = [packed.get_tensor(f"{name}.weight") for name in group]
+        scales = [packed.get_tensor(f"{name}.scale") for name in group]
+        biases = [rest.pop(f"{name}.bias", None) for name in group]
+        bias = _joined_bias(biases, [len(scale) for scale in scales])
+        if len(group) == 1:
+            modules: list[nn.Module] = [Int8Linear(PackedWeight(weights[0], scales[0]), bias)]
+        else:
+            weight = PackedWeight(torch.cat(weights), torch.cat(scales))
+            modules = Int8Fused(weight, bias, [len(scale) for scale in scales]).members()
+        for name, module in zip(group, modules, strict=True):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, module)
+        progress("pack int8 weights", done + 1, len(groups), "layers")
+
+
+def _joined_bias(biases: list[torch.Tensor | None], sizes: list[int]) -> torch.Tensor | None:
+    if all(bias is None for bias in biases):
+        return None
+    # Adding a zero where one of the fused layers has no bias leaves its values as they are.
+    parts = [torch.zeros(n) if b is None else b for b, n in zip(biases, sizes, strict=True)]
+    return torch.cat(parts)
+
+
+def _fusion_groups(names: list[str]) -> list[list[str]]:
+    """``names`` in order, with siblings that share their input in one group."""
+    left = dict.fromkeys(names)
+    groups = []
+    while left:
+        name = next(iter(left))
+        parent, _, last = name.rpartition(".")
+        group = [name]
+        for family in _FUSED:
+            siblings = [f"{parent}.{member}" for member in family]
+            if last in family and all(sibling in left for sibling in siblings):
+                group = siblings
+        for member in group:
+            del left[member]
+        groups.append(group)
+    return groups

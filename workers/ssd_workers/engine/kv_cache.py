@@ -1,0 +1,71 @@
+"""Keys and values of one sequence, kept per layer and rolled back by length."""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 64
+"""Buffers grow, and keys are attended, in blocks of this many positions (see attention.py)."""
+
+
+class SequenceCache:
+    """The key-value cache of one sequence.
+
+    Each layer holds two buffers ``[kv_heads, capacity, head_dim]``; ``length`` positions are
+    valid. Rolling back a rejected draft is setting ``length``; nothing is copied. Positions at
+    and beyond ``length`` hold finite leftovers that attention masks out.
+    """
+
+    def __init__(self, num_layers: int, initial_capacity: int = 4 * BLOCK) -> None:
+        self.length = 0
+        self._initial_capacity = _round_up(max(initial_capacity, BLOCK))
+        self._keys: list[torch.Tensor | None] = [None] * num_layers
+        self._values: list[torch.Tensor | None] = [None] * num_layers
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers have a place here."""
+        return len(self._keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all buffers."""
+        return sum(t.nbytes for t in (*self._keys, *self._values) if t is not None)
+
+    def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put ``[kv_heads, rows, head_dim]`` at positions ``start .. start+rows``."""
+        end = start + keys.shape[1]
+        self._keys[layer] = _grown(self._keys[layer], keys, end, self._initial_capacity)
+        self._values[layer] = _grown(self._values[layer], values, end, self._initial_capacity)
+        self._keys[layer][:, start:end] = keys  # type: ignore[index]
+        self._values[layer][:, start:end] = values  # type: ignore[index]
+
+    def read(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views ``[kv_heads, end-start, head_dim]`` of keys and values; capacity covers ``end``."""
+        keys, values = self._keys[layer], self._values[layer]
+        assert keys is not None  # written earlier in the same step
+        assert values is not None
+        return keys[:, start:end], values[:, start:end]
+
+    def truncate(self, length: int) -> None:
+        """Forget every position at and beyond ``length``."""
+        self.length = min(self.length, length)
+
+
+def _round_up(n: int) -> int:
+    return -(-n // BLOCK) * BLOCK
+
+
+def _grown(
+    buffer: torch.Tensor | None, like: torch.Tensor, needed: int, initial: int
+) -> torch.Tensor:
+    """``buffer`` with room for ``needed`` positions; grows by at least half, zero-filled."""
+    if buffer is not None and buffer.shape[1] >= needed:
+        return buffer
+    held = 0 if buffer is None else buffer.shape[1]
+    capacity = _round_up(max(needed, initial, held + held // 2))
+    # Zeros, not empty: masked positions are multiplied by a weight of exactly 0, and 0 * NaN is NaN.
+    new = like.new_zeros(like.shape[0], capacity, like.shape[2])
+    if buffer is not None:
+        new[:, :held] = buffer
+    return new

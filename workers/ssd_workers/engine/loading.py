@@ -1,0 +1,177 @@
+"""From a model name to something that decodes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ssd_integrations.errors import (
+    InvalidRequestError,
+    ModelLoadError,
+    UnsupportedModelError,
+)
+from ssd_workers.engine import int8, int8_cache
+from ssd_workers.engine.attention import ATTENTION_NAME
+from ssd_workers.engine.config import DType
+from ssd_workers.engine.runner import ModelRunner
+from ssd_workers.models.store import ModelSource, cache_dir
+from ssd_workers.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to decode, with the facts that the engine needs."""
+
+    name: str
+    architecture: str
+    runner: ModelRunner
+    tokenizer: Any
+    dtype: str
+    device: torch.device
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+
+
+def load_model(
+    source: ModelSource, *, dtype: DType, device: str, progress: Progress
+) -> LoadedModel:
+    """Load ``source`` for decoding.
+
+    Raises:
+      UnsupportedModelError: an architecture whose state cannot be rolled back.
+      InvalidRequestError: a dtype or device that this machine does not have.
+      ModelLoadError: files are damaged or missing.
+    """
+    chosen_device = _choose_device(device)
+    config = _load_config(source)
+    chosen_dtype = _choose_dtype(dtype, chosen_device, source)
+    tokenizer = _load_tokenizer(source)
+    progress("load model", 0, 1, "models")
+    try:
+        model = _load_weights(source, chosen_dtype, chosen_device, progress)
+    except (OSError, KeyError, ValueError) as error:
+        raise ModelLoadError(f"Model {source.name!r} cannot be loaded: {error}") from error
+    progress("load model", 1, 1, "models")
+    text_config = config.get_text_config(decoder=True)
+    runner = ModelRunner(model, chosen_device)
+    runner.check_supported(source.name)
+    return LoadedModel(
+        name=source.name,
+        architecture=type(model).__name__,
+        runner=runner,
+        tokenizer=tokenizer,
+        dtype=chosen_dtype,
+        device=chosen_device,
+        vocab_size=text_config.vocab_size,
+        context_length=_context_length(text_config),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+    )
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidRequestError(
+            f"Device {device!r} cannot be used here: {str(error).splitlines()[0]}",
+            remedy="Use --device cpu, or run `ssd doctor` to see which devices there are.",
+        ) from error
+    return chosen
+
+
+def _choose_dtype(dtype: DType, device: torch.device, source: ModelSource) -> str:
+    if dtype == "auto":
+        if device.type != "cpu":
+            return "bfloat16"
+        # Only the demo model is quantised unasked: changing the precision of somebody's own model
+        # changes its words, and that is theirs to decide.
+        dtype = "int8" if source.name == "demo" else "float32"
+    if dtype == "int8":
+        if device.type != "cpu":
+            raise InvalidRequestError(
+                f"dtype 'int8' runs on a CPU only, not on device {device.type!r}.",
+                remedy="Use --dtype bfloat16 there, or --device cpu.",
+            )
+        if not int8.cpu_is_exact():
+            logger.warning(
+                "This processor has no exact int8 products (VNNI or AMX); "
+                "decoding in float32 instead, which is slower."
+            )
+            return "float32"
+    return dtype
+
+
+def _load_config(source: ModelSource) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"Model {source.name!r} is of a kind that transformers cannot load: {error}"
+        ) from error
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if getattr(config, "is_encoder_decoder", False) or not kinds <= _ROLLBACK_LAYERS:
+        reason = (
+            "it is an encoder-decoder model"
+            if getattr(config, "is_encoder_decoder", False)
+            else f"it has layers of kind {sorted(kinds - _ROLLBACK_LAYERS)}"
+        )
+        raise UnsupportedModelError(
+            f"Model {source.name!r} ({config.model_type}) cannot be decoded by this engine: {reason}."
+        )
+    return config
+
+
+def _load_tokenizer(source: ModelSource) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(
+            f"The tokenizer of model {source.name!r} cannot be loaded: {error}"
+        ) from error
+
+
+def _load_weights(
+    source: ModelSource, dtype: str, device: torch.device, progress: Progress
+) -> PreTrainedModel:
+    if dtype == "int8":
+        folder = Path(cache_dir()) / "int8" / source.fingerprint
+        int8_cache.ensure_int8(source.path, folder, source.name, progress)
+        return int8_cache.load_int8(source.path, folder, ATTENTION_NAME, progress)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        source.path,
+        dtype=getattr(torch, dtype),
+        attn_implementation=ATTENTION_NAME,
+        trust_remote_code=False,
+    )
+    return model.to(device).eval()  # type: ignore[arg-type]
+
+
+def _context_length(text_config: Any) -> int:
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(text_config, key, None)
+        if value:
+            return int(value)
+    return 2048
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for value in (
+        getattr(model.generation_config, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        found.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(int(v) for v in found if v is not None)

@@ -1,0 +1,99 @@
+"""One forward of a model over the packed rows of many sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ssd_integrations.errors import UnsupportedModelError
+from ssd_workers.engine.attention import PackedStep, Span, rows_are_exact
+from ssd_workers.engine.kv_cache import SequenceCache
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """New tokens of one sequence, to be put at the end of its cache.
+
+    ``keep`` is the number of last rows whose logits are wanted.
+    """
+
+    cache: SequenceCache
+    token_ids: Sequence[int]
+    keep: int
+
+
+class ModelRunner:
+    """Runs a decoder-only transformers model on packed rows; owns no sequence."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        config = model.config.get_text_config(decoder=True)
+        self.num_layers: int = config.num_hidden_layers
+        heads: int = config.num_attention_heads
+        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        # Off the CPU rows are not bit-exact anyway, so they are grouped for speed.
+        self._group_rows = device.type != "cpu" or rows_are_exact(
+            kv_heads, heads // kv_heads, head_dim
+        )
+
+    def new_cache(self, expected_length: int = 0) -> SequenceCache:
+        """An empty cache, sized at first for ``expected_length`` positions."""
+        return SequenceCache(self.num_layers, expected_length)
+
+    @torch.inference_mode()
+    def forward(self, blocks: Sequence[RowBlock]) -> torch.Tensor:
+        """Append every block to its cache and return the logits ``[sum of keep, vocab]``.
+
+        The caches' lengths grow by the blocks' rows; truncate them to roll back.
+        """
+        step, logits = self._forward(blocks)
+        for span in step.spans:
+            span.cache.length = span.start + span.rows
+        return logits
+
+    def _forward(self, blocks: Sequence[RowBlock]) -> tuple[PackedStep, torch.Tensor]:
+        ids: list[int] = []
+        positions: list[int] = []
+        kept: list[int] = []
+        spans = []
+        for block in blocks:
+            start, rows = block.cache.length, len(block.token_ids)
+            spans.append(Span(block.cache, start, rows))
+            ids.extend(block.token_ids)
+            positions.extend(range(start, start + rows))
+            kept.extend(range(len(ids) - block.keep, len(ids)))
+        step = PackedStep(spans, group_rows=self._group_rows)
+        output = self.model(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            cache=step,
+            use_cache=True,
+            # A model must compute at least one row of logits.
+            logits_to_keep=torch.tensor(kept or [len(ids) - 1], device=self.device),
+            ssd_step=step,
+        )
+        return step, output.logits[0, : len(kept)]
+
+    @torch.inference_mode()
+    def check_supported(self, name: str) -> None:
+        """Run three tokens and see that every layer goes through our cache and attention.
+
+        Raises:
+          UnsupportedModelError: the model keeps state elsewhere, so it cannot be rolled back.
+        """
+        refusal = f"Model {name!r} ({type(self.model).__name__}) cannot be decoded by this engine:"
+        try:
+            step, _ = self._forward([RowBlock(self.new_cache(), [1, 2, 3], 1)])
+        except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise UnsupportedModelError(f"{refusal} {error}.") from error
+        expected = set(range(self.num_layers))
+        if step.written_layers != expected or step.attended_layers != expected:
+            raise UnsupportedModelError(
+                f"{refusal} only {len(step.attended_layers)} of its {self.num_layers} layers use "
+                "the key-value cache and attention interface that can be rolled back."
+            )
