@@ -1,0 +1,1 @@
+"""Where models come from: the demo model, folders, GGUF files and the hub."""
