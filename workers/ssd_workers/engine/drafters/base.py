@@ -1,0 +1,57 @@
+"""What a drafter is: it proposes tokens, the target decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ssd_integrations.protocol import SamplingParams
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens proposed for one sequence, to follow its last accepted token."""
+
+    tokens: tuple[int, ...] = ()
+
+
+class DraftView(Protocol):
+    """What a drafter may see of a running sequence. Read it, do not change it."""
+
+    @property
+    def request_id(self) -> str:
+        """Names the sequence from its first step to :meth:`Drafter.forget`."""
+        ...
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and accepted output; grows at the end only. The live list, not a copy."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the target will choose."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The seed of the noise that the target will choose with."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes continuations. One thread calls it; it keeps what it needs between calls."""
+
+    @property
+    def name(self) -> str:
+        """The method's name in statistics: ``ngram``, ``model``..."""
+        ...
+
+    def propose(self, sequences: Sequence[DraftView], max_tokens: Sequence[int]) -> list[list[int]]:
+        """Draft at most ``max_tokens[i]`` tokens for ``sequences[i]``; an empty list is fine."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Free what is kept for a request that ended; unknown ids are fine."""
+        ...

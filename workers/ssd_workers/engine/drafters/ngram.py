@@ -1,0 +1,107 @@
+"""Prompt lookup: what followed the last few tokens the last time they occurred."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ssd_integrations.errors import InvalidRequestError
+from ssd_workers.engine.drafters.base import DraftView
+
+# Token ids are packed into one integer key; this many bits each hold any vocabulary.
+_ID_BITS = 32
+
+
+class NgramDrafter:
+    """Drafts by copying from the sequence itself; needs no model.
+
+    The longest n-gram (``max_n`` down to ``min_n`` tokens) that ends the sequence and occurred
+    before is found, its most recent occurrence is taken, and what followed is proposed. A copy
+    that reaches the end of the sequence goes on with its own tokens, so a repeating pattern is
+    continued for as long as asked.
+
+    Every sequence has an index from n-gram to the place after its latest occurrence, extended
+    by the new tokens at each call: a call costs O(new tokens), whatever the length. Memory is
+    about 150 bytes per token and n-gram size, until :meth:`forget`.
+
+    Parameters:
+      max_n: longest n-gram looked up, at least ``min_n``.
+      min_n: shortest n-gram looked up, at least 1.
+
+    Raises:
+      InvalidRequestError: the sizes are out of order.
+    """
+
+    name = "ngram"
+
+    def __init__(self, *, max_n: int = 4, min_n: int = 2) -> None:
+        if not 1 <= min_n <= max_n:
+            raise InvalidRequestError(
+                f"n-gram sizes min_n={min_n} and max_n={max_n} are out of order.",
+                remedy="Give 1 <= min_n <= max_n.",
+            )
+        self._max_n = max_n
+        self._min_n = min_n
+        self._indexes: dict[str, _Index] = {}
+
+    def propose(self, sequences: Sequence[DraftView], max_tokens: Sequence[int]) -> list[list[int]]:
+        """Draft at most ``max_tokens[i]`` tokens for ``sequences[i]``."""
+        return [
+            self._propose_one(sequence, limit)
+            for sequence, limit in zip(sequences, max_tokens, strict=True)
+        ]
+
+    def forget(self, request_id: str) -> None:
+        """Free the index of a request; unknown ids are fine."""
+        self._indexes.pop(request_id, None)
+
+    def _propose_one(self, sequence: DraftView, limit: int) -> list[int]:
+        if limit <= 0:
+            return []
+        index = self._indexes.get(sequence.request_id)
+        if index is None or index.length > len(sequence.token_ids):
+            index = _Index(self._min_n, self._max_n)
+            self._indexes[sequence.request_id] = index
+        start = index.find(sequence.token_ids)
+        return [] if start is None else _copy_from(sequence.token_ids, start, limit)
+
+
+class _Index:
+    """For each n-gram size, n-gram -> the position after its latest occurrence."""
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self._min_n = min_n
+        self._after: list[dict[int, int]] = [{} for _ in range(min_n, max_n + 1)]
+        self.length = 0
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Where what followed the longest known suffix of ``tokens`` begins."""
+        # The n-gram at the very end is not entered: it would be found as its own occurrence.
+        for end in range(max(self.length, 1), len(tokens)):
+            for key, table in zip(self._keys(tokens, end), self._after, strict=False):
+                table[key] = end
+        self.length = len(tokens)
+        keys = self._keys(tokens, len(tokens))
+        for key, table in reversed(list(zip(keys, self._after, strict=False))):
+            start = table.get(key)
+            if start is not None:
+                return start
+        return None
+
+    def _keys(self, tokens: list[int], end: int) -> list[int]:
+        """Keys of the n-grams that end before ``end``, shortest first; fewer near the start."""
+        longest = min(self._min_n + len(self._after) - 1, end)
+        key = 0
+        keys = []
+        for n in range(1, longest + 1):
+            key |= tokens[end - n] << (_ID_BITS * (n - 1))
+            if n >= self._min_n:
+                keys.append(key)
+        return keys
+
+
+def _copy_from(tokens: list[int], start: int, limit: int) -> list[int]:
+    copied = tokens[start : start + limit]
+    period = len(tokens) - start
+    while len(copied) < limit:
+        copied.append(copied[len(copied) - period])
+    return copied
