@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import typer
 
 ENTRY_POINT_GROUP = "ssd_integrations.workflows"
+RESERVED_NAMES = frozenset(
+    {"generate", "chat", "models", "worker", "up", "doctor", "workflows", "help"}
+)
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
@@ -75,7 +78,7 @@ def discover(only: str | None = None) -> list[Discovered]:
     A broken one comes back with ``error`` set and hinders nobody else.
     """
     found: list[Discovered] = []
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda p: (p.name, p.value)):
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=_order):
         if only is not None and point.name != only:
             continue
         item = _load(point)
@@ -85,9 +88,16 @@ def discover(only: str | None = None) -> list[Discovered]:
     return found
 
 
+def _order(point: EntryPoint) -> tuple[str, bool, str]:
+    """By name; where two claim one name, the workflow packaged here comes first."""
+    return point.name, not point.value.startswith("ssd_workflows."), point.value
+
+
 def _load(point: EntryPoint) -> Discovered:
     if not _NAME.fullmatch(point.name):
         return _broken(point, "the name must be lower-case letters, digits and hyphens")
+    if point.name in RESERVED_NAMES:
+        return _broken(point, "a built-in command has this name")
     try:
         target = point.load()
     except Exception as error:  # noqa: BLE001 - a stranger's module may fail in any way at all
