@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def convert_gguf(
             stderr=log,
             text=True,
             encoding="utf-8",
+            env=_environment(),
         )
         try:
             result = _follow(child, target, header, progress)
@@ -65,6 +67,12 @@ def convert_gguf(
                     pipe.close()
         log.seek(0)
         return _outcome(result, child.returncode, gguf_file, header, log.read())
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the same modules in reach and no network: all that is needed is here."""
+    modules = os.pathsep.join(folder for folder in sys.path if folder)
+    return {**os.environ, "PYTHONPATH": modules, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _follow(

@@ -110,12 +110,16 @@ def _convert(gguf_file: Path, target: Path, report: _Reporter) -> dict[str, Any]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-    where = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
+    # Linked into a folder of its own, so that no file beside it is taken for a part of the model.
+    link = target / "source.gguf"
+    link.symlink_to(gguf_file)
+    where = {"pretrained_model_name_or_path": target, "gguf_file": link.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     _watch_tensors(report)
     model = AutoModelForCausalLM.from_pretrained(
         **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
+    link.unlink()
     ends = end_token_ids(tokenizer, model.config.eos_token_id)
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,

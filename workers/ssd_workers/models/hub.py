@@ -208,9 +208,11 @@ def _network_error() -> type[Exception]:
 
 def _silent_bars() -> type[Any]:
     """A bar class that draws nothing, in place of the hub's own bars."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub import utils
 
-    class Silent(tqdm):
+    bars: Any = utils.tqdm  # type: ignore[attr-defined]
+
+    class Silent(bars):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 

@@ -174,7 +174,7 @@ def write_verified(
         found = f"sha256 {digest.hexdigest()}" if size <= packages.size else "too many bytes"
         raise DownloadError(
             f"The file of model {packages.name!r} from {origin} is not the right one: "
-            f"{size} bytes, {found}, instead of {packages.size} bytes with sha256 {packages.sha256}. "
+            f"{size} bytes, {found}, instead of {packages.size} bytes, sha256 {packages.sha256}. "
             "Nothing of it was kept.",
             remedy="Fetch it again from a source you trust.",
         )
