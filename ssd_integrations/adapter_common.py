@@ -13,7 +13,7 @@ import warnings
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from ssd_integrations.backends.base import Backend
 from ssd_integrations.errors import EngineError, InvalidRequestError
@@ -86,11 +86,12 @@ class AdapterParameters(BaseModel):
     model: str = Field(
         default="demo", description="`demo`, a folder, a GGUF file or a hub id; fixed per instance."
     )
-    broker_url: SecretStr | None = Field(
+    broker_url: SecretStr | str | None = Field(
         default=None,
         exclude=True,
         repr=False,
-        description="Redis URL of the Celery workers; None runs the engine in this process.",
+        description="Redis URL of the Celery workers, kept as a SecretStr since it may hold a "
+        "password; None runs the engine in this process.",
     )
     temperature: float = Field(default=0.0, description="0 is greedy decoding.")
     top_p: float = 1.0
@@ -149,6 +150,11 @@ class AdapterParameters(BaseModel):
             raise InvalidRequestError(describe_validation_error(name, error)) from error
         self._check_parameters()
 
+    @field_validator("broker_url", mode="after")
+    @classmethod
+    def _hide_broker_url(cls, value: SecretStr | str | None) -> SecretStr | None:
+        return SecretStr(value) if isinstance(value, str) else value
+
     def _check_parameters(self) -> None:
         self._build_request({}, prompt="check")
         engine_options = self._engine_options()
@@ -156,7 +162,7 @@ class AdapterParameters(BaseModel):
             raise InvalidRequestError(
                 "backend and broker_url are both given.", remedy="Give one of the two."
             )
-        if self.broker_url is not None and "://" not in self.broker_url.get_secret_value():
+        if self.broker_url is not None and "://" not in self._broker_url():
             raise InvalidRequestError(
                 "broker_url is not a URL.", remedy="Write it as redis://HOST:6379/0."
             )
@@ -215,6 +221,10 @@ class AdapterParameters(BaseModel):
             **content,
         )
 
+    def _broker_url(self) -> str:
+        url = self.broker_url
+        return url.get_secret_value() if isinstance(url, SecretStr) else url or ""
+
     def _open_backend(self) -> Backend:
         return self.backend or _shared_backend(self._backend_options())
 
@@ -225,11 +235,9 @@ class AdapterParameters(BaseModel):
         return await asyncio.to_thread(self._open_backend)
 
     def _backend_options(self) -> BackendOptions:
-        secret = self.broker_url
-        broker_url = None if secret is None else secret.get_secret_value()
         return (
             ("model", self.model),
-            ("broker_url", broker_url),
+            ("broker_url", self._broker_url() or None),
             *self._engine_options().items(),
         )
 

@@ -200,5 +200,5 @@ class SSDLLM(AdapterParameters, FunctionCallingLLM):
         raise InvalidRequestError(
             f"SSDLLM was asked for a call with {len(tools)} tools, but the metadata of this "
             "model says that it takes none.",
-            remedy="Use predict_and_call or a ReActAgent, which describe tools in the prompt.",
+            remedy="Use a ReActAgent, which describes the tools in the prompt.",
         )

@@ -1,0 +1,119 @@
+"""A backend that answers from a script and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+from ssd_integrations.errors import SSDError
+from ssd_integrations.protocol import (
+    DeltaEvent,
+    Event,
+    FinishedEvent,
+    FinishReason,
+    GenerationRequest,
+    ModelInfo,
+    SpeculationStats,
+    StartedEvent,
+    Timing,
+    Usage,
+)
+
+INFO = ModelInfo(
+    name="scripted",
+    architecture="llama",
+    context_length=2048,
+    vocab_size=100,
+    dtype="float32",
+    device="cpu",
+    has_chat_template=True,
+)
+STATS = SpeculationStats(
+    method="ngram",
+    num_spec_steps=2,
+    num_draft_tokens=4,
+    num_accepted_tokens=3,
+    mean_acceptance_length=2.5,
+    draft_acceptance_rate=0.75,
+    acceptance_histogram=(0, 1, 1),
+)
+
+
+class ScriptedBackend:
+    """Yields ``pieces`` as deltas; raises ``error`` in place of the end, if there is one.
+
+    ``requests`` holds what came in, ``cancelled`` the ids of requests whose consumer left.
+    """
+
+    def __init__(
+        self,
+        pieces: tuple[str, ...] = ("Hel", "", "lo"),
+        *,
+        error: SSDError | None = None,
+        finish_reason: FinishReason = "stop",
+    ) -> None:
+        self.pieces = pieces
+        self.error = error
+        self.finish_reason = finish_reason
+        self.requests: list[GenerationRequest] = []
+        self.cancelled: list[str] = []
+
+    def _script(self, request: GenerationRequest) -> Iterator[Event]:
+        request_id = request.request_id
+        yield StartedEvent(request_id=request_id, model=request.model, prompt_tokens=7)
+        for index, piece in enumerate(self.pieces):
+            yield DeltaEvent(request_id=request_id, text=piece, token_ids=(index,))
+        if self.error is not None:
+            raise self.error
+        yield FinishedEvent(
+            request_id=request_id,
+            text="".join(self.pieces),
+            finish_reason=self.finish_reason,
+            usage=Usage(prompt_tokens=7, completion_tokens=3, total_tokens=10),
+            speculation=STATS,
+            timing=Timing(
+                queue_s=0.01,
+                time_to_first_token_s=0.1,
+                decode_s=0.2,
+                total_s=0.31,
+                tokens_per_second=10.5,
+            ),
+            model=INFO,
+        )
+
+    def generate(self, request: GenerationRequest) -> Iterator[Event]:
+        self.requests.append(request)
+        try:
+            yield from self._script(request)
+        except GeneratorExit:
+            self.cancelled.append(request.request_id)
+            raise
+
+    async def agenerate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        self.requests.append(request)
+        try:
+            for event in self._script(request):
+                await asyncio.sleep(0)
+                yield event
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled.append(request.request_id)
+            raise
+
+    def cancel(self, request_id: str) -> bool:
+        self.cancelled.append(request_id)
+        return True
+
+    def models(self) -> list[ModelInfo]:
+        return [INFO]
+
+    def close(self) -> None:
+        return
+
+
+class CountingBackend(ScriptedBackend):
+    """A scripted backend with a tokenizer: one token per character."""
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        if request.prompt is not None:
+            return len(request.prompt)
+        return sum(len(message.content) for message in request.messages or ())
