@@ -14,6 +14,7 @@ must have a shape and a summation order that depend on the row alone:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,7 +59,7 @@ class PackedStep(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, spans: Sequence[Span], *, group_rows: bool) -> None:
-        self.layers = []
+        self.layers: list[Any] = []  # the base class looks here; the caches are in the spans
         self.spans = list(spans)
         self.written_layers: set[int] = set()
         self.attended_layers: set[int] = set()
@@ -128,7 +129,7 @@ class PackedStep(Cache):  # type: ignore[misc]
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
             if group.invalid is not None:
-                view = scores[:, :count].unflatten(1, (-1, per_kv))
+                view = scores[:, :count].view(kv_heads, -1, per_kv, scores.shape[2])
                 view.masked_fill_(group.invalid, -torch.inf)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
             out[:, first:last] = torch.matmul(weights, values)[:, :count]
@@ -200,7 +201,7 @@ def _attention(
     if ssd_step is None:
         raise RuntimeError("this attention runs only under ssd_workers' ModelRunner")
     if scaling is None:
-        scaling = float(query.shape[-1]) ** -0.5
+        scaling = head_scale(query)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     out = ssd_step.attend(
         layer, query, scaling=float(scaling), window=sliding_window, softcap=softcap
@@ -241,6 +242,6 @@ def _products(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
     return torch.matmul(torch.softmax(scores, dim=-1), values)
 
 
-def head_scale(keys: torch.Tensor) -> float:
-    """The usual 1/sqrt(head_dim)."""
-    return float(keys.shape[-1]) ** -0.5
+def head_scale(heads: torch.Tensor) -> float:
+    """The usual 1/sqrt(head_dim) for a tensor ``[..., head_dim]``."""
+    return 1.0 / math.sqrt(heads.shape[-1])

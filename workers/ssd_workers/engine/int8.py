@@ -59,6 +59,7 @@ class Int8Linear(nn.Module):
         self.weight_packed = weight
         self.out_features = weight.out_features
         self.in_features = weight.in_features
+        self.bias: torch.Tensor | None
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def _grown(
         return buffer
     held = 0 if buffer is None else buffer.shape[1]
     capacity = _round_up(max(needed, initial, held + held // 2))
-    # Zeros, not empty: masked positions are multiplied by a weight of exactly 0, and 0 * NaN is NaN.
+    # Zeros, not empty: masked positions get a weight of exactly 0, and 0 * NaN is NaN.
     new = like.new_zeros(like.shape[0], capacity, like.shape[2])
     if buffer is not None:
         new[:, :held] = buffer

@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ssd_integrations.errors import (
+    DraftModelMismatchError,
     InvalidRequestError,
     ModelLoadError,
     UnsupportedModelError,
 )
 from ssd_workers.engine import int8, int8_cache
 from ssd_workers.engine.attention import ATTENTION_NAME
-from ssd_workers.engine.config import DType
+from ssd_workers.engine.config import DType, EngineConfig
 from ssd_workers.engine.runner import ModelRunner
-from ssd_workers.models.store import ModelSource, cache_dir
+from ssd_workers.models.store import ModelSource, cache_dir, resolve_model
 from ssd_workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,31 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
 
 
-def load_model(
-    source: ModelSource, *, dtype: DType, device: str, progress: Progress
-) -> LoadedModel:
+def load_engine_models(
+    config: EngineConfig, progress: Progress
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """The target and, if ``config`` names one, the draft model.
+
+    Both names and both tokenizers are checked before any weights are read.
+
+    Raises:
+      DraftModelMismatchError: the draft's tokenizer is not the target's.
+      SSDError: as :func:`load_model`.
+    """
+    target_source = resolve_model(config.model, progress=progress)
+    if config.draft_model is None:
+        target = load_model(target_source, config.dtype, config.device, progress)
+        return target, None
+    draft_source = resolve_model(config.draft_model, progress=progress)
+    _check_same_tokenizer(target_source, draft_source)
+    target = load_model(target_source, config.dtype, config.device, progress)
+    # The draft runs at the target's precision: cheaper than float32 and never part of the text.
+    dtype = cast(DType, target.dtype)
+    draft = load_model(draft_source, dtype, config.device, progress)
+    return target, draft
+
+
+def load_model(source: ModelSource, dtype: DType, device: str, progress: Progress) -> LoadedModel:
     """Load ``source`` for decoding.
 
     Raises:
@@ -129,7 +152,8 @@ def _load_config(source: ModelSource) -> Any:
             else f"it has layers of kind {sorted(kinds - _ROLLBACK_LAYERS)}"
         )
         raise UnsupportedModelError(
-            f"Model {source.name!r} ({config.model_type}) cannot be decoded by this engine: {reason}."
+            f"Model {source.name!r} ({config.model_type}) cannot be decoded by this engine: "
+            f"{reason}."
         )
     return config
 
@@ -141,6 +165,22 @@ def _load_tokenizer(source: ModelSource) -> Any:
         raise ModelLoadError(
             f"The tokenizer of model {source.name!r} cannot be loaded: {error}"
         ) from error
+
+
+def _check_same_tokenizer(target: ModelSource, draft: ModelSource) -> None:
+    ours = _load_tokenizer(target).get_vocab()
+    theirs = _load_tokenizer(draft).get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(
+        (token for token, index in ours.items() if theirs.get(token) != index),
+        key=lambda token: ours[token],
+    )
+    example = f", first at {differing[0]!r}" if differing else ""
+    raise DraftModelMismatchError(
+        f"Draft model {draft.name!r} has another tokenizer than model {target.name!r}: "
+        f"{len(theirs)} tokens against {len(ours)}, {len(differing)} of them differ{example}."
+    )
 
 
 def _load_weights(
@@ -168,7 +208,7 @@ def _context_length(text_config: Any) -> int:
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    found: set[int] = set()
+    found: set[int | None] = set()
     for value in (
         getattr(model.generation_config, "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),

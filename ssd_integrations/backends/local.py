@@ -1,0 +1,186 @@
+"""The engine in this process: the embedded default, no server needed."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ssd_integrations.errors import MissingExtraError, SSDError
+from ssd_integrations.protocol import (
+    Event,
+    FailedEvent,
+    GenerationRequest,
+    ModelInfo,
+    is_terminal,
+)
+
+if TYPE_CHECKING:
+    from ssd_workers.engine.config import EngineConfig
+    from ssd_workers.engine.service import EngineService
+    from ssd_workers.progress import Progress
+
+
+class LocalBackend:
+    """Runs requests on an engine in this process.
+
+    Backends with the same options share one engine. The models load at the first request, not in
+    the constructor; options are checked at once.
+
+    Parameters:
+      progress: told how far loading is; see :class:`ssd_workers.progress.Progress`.
+      options: those of :class:`ssd_workers.engine.config.EngineConfig`.
+
+    Raises:
+      InvalidRequestError: an option is unknown or out of bounds.
+      MissingExtraError: the ``worker`` extra is not installed.
+    """
+
+    def __init__(self, *, progress: Progress | None = None, **options: Any) -> None:
+        _require_worker_extra()
+        from ssd_workers.engine.config import build_engine_config
+
+        self._config = build_engine_config(**options)
+        self._progress = progress
+
+    def generate(self, request: GenerationRequest) -> Iterator[Event]:
+        """Yield started, delta... and finished; closing the generator cancels the request."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        service = self._service()
+        service.submit(request, events.put)
+        ended = False
+        try:
+            while not ended:
+                event = events.get()
+                ended = is_terminal(event)
+                yield _raise_failure(event)
+        finally:
+            if not ended:
+                service.cancel(request.request_id)
+
+    async def agenerate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """The same on an event loop; loading and tokenising happen on another thread."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def on_event(event: Event) -> None:
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the loop was closed: nobody waits any more
+                service.cancel(request.request_id)
+
+        service = await asyncio.to_thread(self._service)
+        ended = False
+        try:
+            await asyncio.to_thread(service.submit, request, on_event)
+            while not ended:
+                event = await events.get()
+                ended = is_terminal(event)
+                yield _raise_failure(event)
+        finally:
+            if not ended:
+                service.cancel(request.request_id)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a stop at the next step boundary; False if the request is not known here."""
+        service = _engines.running(self._config)
+        return service is not None and service.cancel(request_id)
+
+    def models(self) -> list[ModelInfo]:
+        """The model of this backend; loads it if needed."""
+        return [self._service().info()]
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        """How many tokens the prompt of ``request`` has; loads the model if needed."""
+        return self._service().count_tokens(request)
+
+    def close(self) -> None:
+        """Stop the engine that backends with these options share, and free its models.
+
+        A later request loads them again.
+        """
+        _engines.close(self._config)
+
+    def _service(self) -> EngineService:
+        return _engines.get(self._config, self._progress)
+
+
+def _raise_failure(event: Event) -> Event:
+    if isinstance(event, FailedEvent):
+        raise event.error.to_error()
+    return event
+
+
+def _require_worker_extra() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise MissingExtraError.for_extra("Running a model in this process", "worker")
+
+
+class _Engines:
+    """The engines of this process, one for each set of options."""
+
+    def __init__(self, make: Callable[[EngineConfig, Progress | None], EngineService]) -> None:
+        self._make = make
+        self.forget()
+
+    def get(self, config: EngineConfig, progress: Progress | None) -> EngineService:
+        """The engine for ``config``, loaded by the first who asks; the others wait for it."""
+        with self._lock:
+            loading = self._loading.setdefault(config, threading.Lock())
+        with loading:
+            service = self.running(config)
+            if service is None:
+                service = self._make(config, progress)
+                with self._lock:
+                    self._running[config] = service
+            return service
+
+    def running(self, config: EngineConfig) -> EngineService | None:
+        """The engine for ``config`` if it is loaded."""
+        with self._lock:
+            return self._running.get(config)
+
+    def close(self, config: EngineConfig) -> None:
+        """Close the engine for ``config``, if there is one."""
+        with self._lock:
+            service = self._running.pop(config, None)
+        if service is not None:
+            service.close()
+
+    def close_all(self) -> None:
+        """Close every engine."""
+        with self._lock:
+            configs = list(self._running)
+        for config in configs:
+            self.close(config)
+
+    def forget(self) -> None:
+        """Start anew; also in a forked child, whose engine threads stayed in the parent."""
+        self._lock = threading.Lock()
+        self._loading: dict[EngineConfig, threading.Lock] = {}
+        self._running: dict[EngineConfig, EngineService] = {}
+
+
+def _start_engine(config: EngineConfig, progress: Progress | None) -> EngineService:
+    from ssd_workers.engine.service import EngineService
+    from ssd_workers.progress import no_progress
+
+    service = EngineService(config, progress=progress or no_progress)
+    try:
+        service.start()
+    except SSDError:
+        service.close()
+        raise
+    return service
+
+
+_engines = _Engines(_start_engine)
+atexit.register(_engines.close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_engines.forget)

@@ -1,0 +1,101 @@
+"""A small model of the same tokenizer as drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ssd_workers.engine.drafters.base import DraftView
+from ssd_workers.engine.kv_cache import SequenceCache
+from ssd_workers.engine.runner import ModelRunner, RowBlock
+from ssd_workers.engine.sampling import choose_tokens
+
+_PREFILL_ROWS = 256
+
+
+@dataclass
+class _State:
+    """``cache`` holds the first ``base`` accepted tokens, then all but the last of ``drafted``."""
+
+    cache: SequenceCache
+    base: int = 0
+    drafted: list[int] = field(default_factory=list)
+
+
+class ModelDrafter:
+    """Drafts with the same noise as the target, so the two agree as often as p and q allow.
+
+    A sequence too long for the draft model's context gets no draft, which costs speed only.
+
+    Parameters:
+      runner: the draft model.
+      context_length: its longest sequence, in tokens.
+      target_vocab_size: ids from here on are never drafted (padding of a larger vocabulary).
+    """
+
+    name = "model"
+
+    def __init__(self, runner: ModelRunner, context_length: int, target_vocab_size: int) -> None:
+        self._runner = runner
+        self._context_length = context_length
+        self._target_vocab_size = target_vocab_size
+        self._states: dict[str, _State] = {}
+
+    def propose(self, sequences: Sequence[DraftView], max_tokens: Sequence[int]) -> list[list[int]]:
+        """One draft forward per drafted position, over every sequence that still wants one."""
+        wanted = [
+            min(limit, self._context_length - len(sequence.token_ids))
+            for sequence, limit in zip(sequences, max_tokens, strict=True)
+        ]
+        active = [i for i, count in enumerate(wanted) if count > 0]
+        drafts: list[list[int]] = [[] for _ in sequences]
+        pending = {i: self._catch_up(sequences[i]) for i in active}
+        while active:
+            blocks = [RowBlock(self._state(sequences[i]).cache, pending[i], 1) for i in active]
+            logits = self._runner.forward(blocks)
+            chosen = choose_tokens(
+                logits,
+                [sequences[i].sampling for i in active],
+                [sequences[i].seed for i in active],
+                [len(sequences[i].token_ids) + len(drafts[i]) for i in active],
+                valid_vocab=min(self._target_vocab_size, logits.shape[1]),
+            )
+            for i, token in zip(active, chosen, strict=True):
+                if token < 0:  # NaN logits: the draft model cannot help this row
+                    wanted[i] = len(drafts[i])
+                    continue
+                drafts[i].append(token)
+                pending[i] = [token]
+            active = [i for i in active if len(drafts[i]) < wanted[i]]
+        for i, draft in enumerate(drafts):
+            if i in pending:
+                state = self._state(sequences[i])
+                state.base, state.drafted = len(sequences[i].token_ids), list(draft)
+        return drafts
+
+    def forget(self, request_id: str) -> None:
+        """Free the request's draft cache."""
+        self._states.pop(request_id, None)
+
+    def _state(self, sequence: DraftView) -> _State:
+        return self._states[sequence.request_id]
+
+    def _catch_up(self, sequence: DraftView) -> list[int]:
+        """Roll back what was rejected; the tokens still missing from the draft's cache."""
+        state = self._states.get(sequence.request_id)
+        if state is None:
+            state = _State(self._runner.new_cache(len(sequence.token_ids)))
+            self._states[sequence.request_id] = state
+        tokens = sequence.token_ids
+        valid = state.base
+        for drafted, accepted in zip(state.drafted, tokens[state.base :], strict=False):
+            if drafted != accepted:
+                break
+            valid += 1
+        # The last accepted token is always fed again: its logits are the first draft.
+        state.cache.truncate(min(valid, len(tokens) - 1))
+        missing = tokens[state.cache.length :]
+        while len(missing) > _PREFILL_ROWS:
+            self._runner.forward([RowBlock(state.cache, missing[:_PREFILL_ROWS], 0)])
+            missing = missing[_PREFILL_ROWS:]
+        return missing

@@ -1,0 +1,193 @@
+"""The decoding loop, one step at a time: admit, prefill, draft, verify, emit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ssd_integrations.errors import EngineError, SSDError
+from ssd_integrations.protocol import (
+    DeltaEvent,
+    ErrorInfo,
+    FailedEvent,
+    FinishReason,
+    ModelInfo,
+    StartedEvent,
+)
+from ssd_workers.engine.drafters.base import Drafter
+from ssd_workers.engine.loading import LoadedModel
+from ssd_workers.engine.runner import RowBlock
+from ssd_workers.engine.sampling import choose_tokens
+from ssd_workers.engine.scheduler import Scheduler
+from ssd_workers.engine.sequence import Sequence
+from ssd_workers.engine.verification import accept_drafts
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one sequence brings to a forward: its new tokens and, while decoding, its draft."""
+
+    sequence: Sequence
+    block: RowBlock
+    draft: list[int]
+
+
+class Engine:
+    """Runs sequences to their end. Not thread-safe: one thread calls it."""
+
+    def __init__(self, target: LoadedModel, info: ModelInfo, max_num_seqs: int) -> None:
+        self._target = target
+        self._info = info
+        self._scheduler = Scheduler(max_num_seqs)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step would do something."""
+        return self._scheduler.has_work
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Every sequence that has not ended, running ones first."""
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence; its events start with one of the next steps."""
+        self._scheduler.add(sequence)
+
+    def step(self) -> None:
+        """One target forward over every running sequence, and the events that follow from it."""
+        for sequence in self._scheduler.cancelled():
+            self._finish(sequence, "cancelled", None)
+        for sequence, error in self._scheduler.overdue():
+            self.fail(sequence, error)
+        for sequence in self._scheduler.admit():
+            sequence.cache = self._target.runner.new_cache(sequence.prompt_length)
+        rows = self._collect_rows()
+        if not rows:
+            return
+        logits = self._target.runner.forward([r.block for r in rows])
+        chosen = self._choose(rows, logits)
+        for r, tokens in zip(rows, chosen, strict=True):
+            if tokens:
+                self._advance(r, tokens)
+
+    def fail(self, sequence: Sequence, error: SSDError) -> None:
+        """End a sequence with an error; the others are not affected."""
+        self._release(sequence)
+        sequence.on_event(
+            FailedEvent(request_id=sequence.request_id, error=ErrorInfo.from_error(error))
+        )
+
+    def _collect_rows(self) -> list[_Rows]:
+        plan = self._scheduler.plan()
+        rows = []
+        for sequence, end in plan.prefill:
+            assert sequence.cache is not None
+            tokens = sequence.token_ids[sequence.cache.length : end]
+            # Only the last row of the prompt says something about the output.
+            keep = 1 if end == sequence.prompt_length else 0
+            rows.append(_Rows(sequence, RowBlock(sequence.cache, tokens, keep), []))
+        for sequence, draft in zip(plan.decode, self._draft(plan.decode), strict=True):
+            assert sequence.cache is not None
+            tokens = [sequence.token_ids[-1], *draft]
+            rows.append(_Rows(sequence, RowBlock(sequence.cache, tokens, len(tokens)), draft))
+        return rows
+
+    def _draft(self, sequences: list[Sequence]) -> list[list[int]]:
+        drafts: dict[Sequence, list[int]] = {}
+        by_drafter: dict[Drafter, list[Sequence]] = {}
+        for sequence in sequences:
+            if sequence.drafter is not None:
+                by_drafter.setdefault(sequence.drafter, []).append(sequence)
+        for drafter, group in by_drafter.items():
+            # One token of what remains is the correction or bonus, which needs no draft.
+            limits = [min(s.num_draft_tokens, s.remaining_tokens - 1) for s in group]
+            drafts.update(zip(group, drafter.propose(group, limits), strict=True))
+        return [drafts.get(sequence, []) for sequence in sequences]
+
+    def _choose(self, rows: list[_Rows], logits: torch.Tensor) -> list[list[int]]:
+        """The target's choice after each kept row; grouped as ``rows``."""
+        sampling, seeds, positions = [], [], []
+        for r in rows:
+            first = len(r.sequence.token_ids)
+            for offset in range(r.block.keep):
+                sampling.append(r.sequence.sampling)
+                seeds.append(r.sequence.seed)
+                positions.append(first + offset)
+        flat = choose_tokens(logits, sampling, seeds, positions) if positions else []
+        chosen, at = [], 0
+        for r in rows:
+            chosen.append(flat[at : at + r.block.keep])
+            at += r.block.keep
+        return chosen
+
+    def _advance(self, rows: _Rows, chosen: list[int]) -> None:
+        sequence = rows.sequence
+        accepted, emitted = accept_drafts(rows.draft, chosen)
+        if emitted[-1] < 0:
+            self.fail(
+                sequence,
+                EngineError(
+                    f"The model gave no usable logits (NaN or infinite) at token "
+                    f"{len(sequence.token_ids) + accepted} of request {sequence.request_id}."
+                ),
+            )
+            return
+        kept, reason = self._cut(sequence, emitted)
+        visible = kept[:-1] if kept[-1] in self._target.eos_token_ids else kept
+        delta = sequence.text.push(visible)
+        if delta.stopped is not None:
+            kept, reason = kept[: delta.kept_tokens], "stop"
+        is_first = sequence.first_token_at is None
+        sequence.token_ids.extend(kept)
+        assert sequence.cache is not None
+        # Keys of all tokens but the newest; a rejected draft is rolled back by length.
+        sequence.cache.truncate(len(sequence.token_ids) - 1)
+        sequence.last_token_at = time.monotonic()
+        if is_first:
+            sequence.first_token_at = sequence.last_token_at
+            sequence.on_event(
+                StartedEvent(
+                    request_id=sequence.request_id,
+                    model=self._info.name,
+                    prompt_tokens=sequence.prompt_length,
+                )
+            )
+        else:
+            sequence.record_verification(len(rows.draft), min(accepted, len(kept)))
+        self._emit(sequence, delta.text, kept)
+        if reason is not None:
+            self._finish(sequence, reason, delta.stopped)
+
+    def _cut(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
+        """``emitted`` up to an end-of-sequence token or the token limit, and why it ends there."""
+        emitted = emitted[: sequence.remaining_tokens]
+        for index, token in enumerate(emitted):
+            if token in self._target.eos_token_ids:
+                return emitted[: index + 1], "stop"
+        if len(emitted) == sequence.remaining_tokens:
+            return emitted, "length"
+        return emitted, None
+
+    def _emit(self, sequence: Sequence, text: str, token_ids: list[int]) -> None:
+        if text or token_ids:
+            sequence.on_event(
+                DeltaEvent(request_id=sequence.request_id, text=text, token_ids=tuple(token_ids))
+            )
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, stop: str | None) -> None:
+        held_back = sequence.text.finish()
+        if held_back.stopped is not None and stop is None:
+            # The last, unfinished character completed a stop string.
+            reason, stop = "stop", held_back.stopped
+        self._emit(sequence, held_back.text, [])
+        self._release(sequence)
+        sequence.on_event(sequence.finished_event(reason, stop, self._info))
+
+    def _release(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        sequence.cache = None
+        if sequence.drafter is not None:
+            sequence.drafter.forget(sequence.request_id)

@@ -1,0 +1,122 @@
+"""From a request on the wire to a sequence that the engine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ssd_integrations.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+from ssd_integrations.protocol import Event, GenerationRequest
+from ssd_workers.engine.chat_format import ChatFormat
+from ssd_workers.engine.config import EngineConfig
+from ssd_workers.engine.drafters.base import Drafter
+from ssd_workers.engine.drafters.model import ModelDrafter
+from ssd_workers.engine.drafters.ngram import NgramDrafter
+from ssd_workers.engine.loading import LoadedModel
+from ssd_workers.engine.noise import fresh_seed
+from ssd_workers.engine.sequence import Sequence
+from ssd_workers.engine.text_stream import TextStream
+
+# Enough context for a tokenizer to decide whether a word begins with a space.
+_PROMPT_TAIL = 8
+
+
+class RequestBuilder:
+    """Checks and encodes requests; called from any thread.
+
+    Parameters:
+      config: the engine's options.
+      target: the loaded target model.
+      draft: the loaded draft model, if there is one.
+      chat_format: how messages become tokens.
+      max_model_len: longest prompt plus output, in tokens.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        chat_format: ChatFormat,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._target = target
+        self._chat_format = chat_format
+        self._max_model_len = max_model_len
+        self._ngram = NgramDrafter()
+        self._model_drafter = draft and ModelDrafter(
+            draft.runner, draft.context_length, target.vocab_size
+        )
+
+    def encode(self, request: GenerationRequest) -> list[int]:
+        """The prompt's token ids; raises as :meth:`build` does."""
+        if request.model != self._target.name:
+            raise ModelNotFoundError(
+                f"This engine serves model {self._target.name!r}, not {request.model!r}.",
+                remedy="Ask for the model that is served, or start an engine for the other one.",
+            )
+        return self._chat_format.encode(request)
+
+    def build(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Sequence:
+        """A sequence for ``request``.
+
+        Raises:
+          ModelNotFoundError: the request is for another model.
+          ContextLengthError: prompt and max_tokens do not fit the context.
+          ChatTemplateError, InvalidRequestError: it cannot be encoded or drafted as asked.
+        """
+        drafter = self._drafter(request)
+        token_ids = self.encode(request)
+        max_new_tokens = self._max_new_tokens(request, len(token_ids))
+        seed = request.sampling.seed
+        return Sequence(
+            request=request,
+            token_ids=token_ids,
+            prompt_length=len(token_ids),
+            max_new_tokens=max_new_tokens,
+            seed=fresh_seed() if seed is None else seed,
+            drafter=drafter,
+            num_draft_tokens=request.speculation.num_draft_tokens or self._config.num_draft_tokens,
+            text=TextStream(self._decode, request.sampling.stop, token_ids[-_PROMPT_TAIL:]),
+            on_event=on_event,
+        )
+
+    def _max_new_tokens(self, request: GenerationRequest, prompt_length: int) -> int:
+        room = self._max_model_len - prompt_length
+        asked = request.sampling.max_tokens
+        if room < 1:
+            raise ContextLengthError(
+                f"The prompt has {prompt_length} tokens; the context of model "
+                f"{self._target.name!r} holds {self._max_model_len}, output included."
+            )
+        if asked is not None and asked > room:
+            raise ContextLengthError(
+                f"The prompt has {prompt_length} tokens and max_tokens={asked}, together more "
+                f"than the {self._max_model_len} of model {self._target.name!r}'s context."
+            )
+        return room if asked is None else asked
+
+    def _drafter(self, request: GenerationRequest) -> Drafter | None:
+        mode = request.speculation.mode
+        if mode == "off":
+            return None
+        if mode == "ngram":
+            return self._ngram
+        if mode == "model" and self._model_drafter is None:
+            raise InvalidRequestError(
+                "speculation='model' needs a draft model, and none is loaded.",
+                remedy="Give draft_model= (a worker: --draft-model), or use 'ngram' or 'auto'.",
+            )
+        return self._model_drafter or self._ngram
+
+    def _decode(self, token_ids: list[int]) -> str:
+        tokenizer: Any = self._target.tokenizer
+        text: str = tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text

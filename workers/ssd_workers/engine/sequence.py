@@ -1,0 +1,127 @@
+"""One request while the engine works on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ssd_integrations.protocol import (
+    Event,
+    FinishedEvent,
+    FinishReason,
+    GenerationRequest,
+    ModelInfo,
+    SamplingParams,
+    SpeculationStats,
+    Timing,
+    Usage,
+)
+from ssd_workers.engine.drafters.base import Drafter
+from ssd_workers.engine.kv_cache import SequenceCache
+from ssd_workers.engine.text_stream import TextStream
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request's tokens, cache, drafter and counters. Only the engine thread touches it.
+
+    ``token_ids`` are prompt and accepted output. ``cache.length`` of them have keys and values;
+    while decoding that is all but the last one.
+    """
+
+    request: GenerationRequest
+    token_ids: list[int]
+    prompt_length: int
+    max_new_tokens: int
+    seed: int
+    drafter: Drafter | None
+    num_draft_tokens: int
+    text: TextStream
+    on_event: Callable[[Event], None]
+    cache: SequenceCache | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    cancelled: bool = False
+    num_spec_steps: int = 0
+    num_draft_proposed: int = 0
+    num_draft_accepted: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def remaining_tokens(self) -> int:
+        """How many more tokens may be generated."""
+        return self.max_new_tokens - self.num_output_tokens
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether prompt tokens are still to be put into the cache."""
+        return self.cache is None or self.cache.length < self.prompt_length
+
+    def record_verification(self, proposed: int, accepted: int) -> None:
+        """Count one target forward that emitted tokens after the prefill."""
+        self.num_spec_steps += 1
+        self.num_draft_proposed += proposed
+        self.num_draft_accepted += accepted
+        missing = accepted + 1 - len(self.acceptance_histogram)
+        self.acceptance_histogram.extend([0] * missing)
+        self.acceptance_histogram[accepted] += 1
+
+    def finished_event(
+        self, reason: FinishReason, stop_sequence: str | None, model: ModelInfo
+    ) -> FinishedEvent:
+        """The terminal event, with everything measured."""
+        return FinishedEvent(
+            request_id=self.request_id,
+            text=self.text.text,
+            finish_reason=reason,
+            stop_sequence=stop_sequence,
+            usage=Usage(
+                prompt_tokens=self.prompt_length,
+                completion_tokens=self.num_output_tokens,
+                total_tokens=len(self.token_ids),
+            ),
+            speculation=self._speculation(),
+            timing=self._timing(),
+            model=model,
+        )
+
+    def _speculation(self) -> SpeculationStats:
+        steps, drafted = self.num_spec_steps, self.num_draft_proposed
+        return SpeculationStats(
+            method=self.drafter.name if self.drafter else "off",
+            num_spec_steps=steps,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=self.num_draft_accepted,
+            mean_acceptance_length=1.0 + self.num_draft_accepted / steps if steps else 1.0,
+            draft_acceptance_rate=self.num_draft_accepted / drafted if drafted else 0.0,
+            acceptance_histogram=tuple(self.acceptance_histogram),
+        )
+
+    def _timing(self) -> Timing:
+        now = time.monotonic()
+        admitted = self.admitted_at or now
+        first = self.first_token_at or now
+        decode = max(0.0, (self.last_token_at or first) - first)
+        after_first = self.num_output_tokens - 1
+        return Timing(
+            queue_s=admitted - self.submitted_at,
+            time_to_first_token_s=first - self.submitted_at,
+            decode_s=decode,
+            total_s=now - self.submitted_at,
+            tokens_per_second=after_first / decode if decode > 0 and after_first > 0 else 0.0,
+        )
