@@ -15,7 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from ssd_integrations.backends.base import Backend
+from ssd_integrations.backends import Backend, open_backend
+from ssd_integrations.backends.wire import check_broker_url
 from ssd_integrations.errors import EngineError, InvalidRequestError
 from ssd_integrations.protocol import (
     Event,
@@ -162,10 +163,8 @@ class AdapterParameters(BaseModel):
             raise InvalidRequestError(
                 "backend and broker_url are both given.", remedy="Give one of the two."
             )
-        if self.broker_url is not None and "://" not in self._broker_url():
-            raise InvalidRequestError(
-                "broker_url is not a URL.", remedy="Write it as redis://HOST:6379/0."
-            )
+        if self.broker_url is not None:
+            check_broker_url(self._broker_url())
         if self.backend is None and self.broker_url is None:
             _check_engine_options(self.model, engine_options)
             if self.speculation == "model" and self.draft_model is None:
@@ -231,7 +230,7 @@ class AdapterParameters(BaseModel):
     async def _aopen_backend(self) -> Backend:
         if self.backend is not None or self._backend_options() in _backends:
             return self._open_backend()
-        # In a thread, for opening may load a model.
+        # In a thread, for the first of its kind imports packages that take a while.
         return await asyncio.to_thread(self._open_backend)
 
     def _backend_options(self) -> BackendOptions:
@@ -297,8 +296,6 @@ def _shared_backend(options: BackendOptions) -> Backend:
     """
     with _backends_lock:
         if options not in _backends:
-            from ssd_integrations.backends import open_backend
-
             _backends[options] = open_backend(**dict(options))
         return _backends[options]
 
