@@ -168,6 +168,13 @@ class OverloadedError(SSDError):
     retryable = True
 
 
+class AttemptsExhaustedError(SSDError):
+    """Every worker that took the request died while it ran."""
+
+    code = "attempts_exhausted"
+    default_remedy = "Look at the worker's log for the cause (often memory) before sending it again."
+
+
 class RequestCancelledError(SSDError):
     """The request was cancelled while something still waited for its result."""
 

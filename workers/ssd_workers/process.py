@@ -1,0 +1,49 @@
+"""Entry point of the process that holds the model: ``python -m ssd_workers.process``.
+
+The supervisor starts it, with the settings in the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import warnings
+
+from ssd_integrations.errors import SSDError
+from ssd_workers.lifetime import die_with_parent
+from ssd_workers.settings import EXIT_BAD_SETTINGS
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+#: Seconds after which a thread must let another one run. The default of 5 ms is what a task,
+#: a token or a cancellation would wait each time that it meets the engine's thread.
+_SWITCH_INTERVAL_S = 0.001
+
+
+def main() -> int:
+    """Run the Celery worker until it is told to stop; its exit code."""
+    die_with_parent(signal.SIGTERM)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # Celery's remarks on running as root (containers do) and on its next major release.
+    warnings.filterwarnings("ignore", category=UserWarning, module="celery.platforms")
+    warnings.filterwarnings("ignore", category=PendingDeprecationWarning, module="celery")
+    try:
+        from ssd_workers.celery_app import app, settings
+    except SSDError as error:
+        print(f"The worker cannot start. {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_SETTINGS
+    app.conf.worker_log_format = _LOG_FORMAT
+    app.conf.worker_task_log_format = _LOG_FORMAT
+    worker = app.Worker(
+        hostname=f"ssd@{settings.worker_id}",
+        loglevel=logging.INFO,
+        quiet=True,
+        without_gossip=True,
+        without_mingle=True,
+    )
+    worker.start()
+    return int(worker.exitcode or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

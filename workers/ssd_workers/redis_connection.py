@@ -1,0 +1,28 @@
+"""The worker's own Redis connections, beside Celery's."""
+
+from __future__ import annotations
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+#: Errors that pass by themselves: the server is away, loading, failing over or full.
+TRANSIENT_ERRORS = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.BusyLoadingError,
+    redis.ReadOnlyError,
+    redis.OutOfMemoryError,
+    OSError,
+)
+
+
+def connect(url: str) -> redis.Redis:
+    """A lazy, thread-safe client; a command gives up after a few quick retries."""
+    return redis.Redis.from_url(
+        url,
+        protocol=2,
+        socket_timeout=5.0,
+        socket_connect_timeout=2.0,
+        retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3),
+    )
