@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -57,8 +58,10 @@ def main() -> None:
         # A model may write characters that the terminal's encoding lacks.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    # The libraries' own bars would draw over ours.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with report_failures():
-            app()
+            app(prog_name="ssd")
     except typer.Exit as end:
         sys.exit(end.exit_code)

@@ -140,6 +140,10 @@ class EngineOptions:
                 "--speculation model needs a draft model.",
                 remedy="Add --draft-model NAME, or use --speculation ngram.",
             )
+        if self.broker_url is None:
+            from ssd_workers.engine.config import build_engine_config
+
+            build_engine_config(model=self.model, **given)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +71,13 @@ def test_callers_may_catch_the_builtin(kind: type[SSDError], builtin: type[Excep
 def test_missing_extra_names_the_command() -> None:
     error = MissingExtraError.for_extra("ChatSSD", "langchain")
     assert "ssd-integrations[langchain]" in error.remedy
+
+
+def test_the_documentation_lists_every_error() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = set()
+    for line in page.splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[3] in ("yes", "no"):
+            rows.add((cells[0], cells[1], cells[3] == "yes"))
+    assert rows == {(kind.code, kind.__name__, kind.retryable) for kind in KINDS}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from urllib.parse import urlsplit, urlunsplit
 
+from ssd_integrations.backends.wire import mask_url
 from ssd_integrations.cli.checks import Check
 from ssd_integrations.errors import SSDError
 
@@ -21,7 +21,7 @@ def checks(broker_url: str | None) -> Iterator[Check]:
         yield Check(
             "broker",
             "fail",
-            f"{without_password(broker_url)} cannot be reached: redis and celery are missing",
+            f"{mask_url(broker_url)} cannot be reached: redis and celery are missing",
             "pip install 'ssd-integrations[celery]'",
         )
         return
@@ -31,20 +31,10 @@ def checks(broker_url: str | None) -> Iterator[Check]:
         yield _workers(broker_url)
 
 
-def without_password(url: str) -> str:
-    """``url`` fit for a screen or a log."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    user = parts.username or ""
-    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
-
-
 def _ping(broker_url: str) -> Check:
     import redis
 
-    shown = without_password(broker_url)
+    shown = mask_url(broker_url)
     try:
         with redis.Redis.from_url(
             broker_url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S
