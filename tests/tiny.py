@@ -73,7 +73,11 @@ def tiny_config(arch: str, **overrides: Any) -> Any:
     if arch == "qwen3":
         return Qwen3Config(**{**common, **overrides})
     if arch == "gemma3":
-        gemma = {"sliding_window": 16, "num_hidden_layers": 3, "query_pre_attn_scalar": 16}
+        gemma = {
+            "sliding_window": 16, "num_hidden_layers": 3, "query_pre_attn_scalar": 16,
+            # Tied to scaled embeddings, random weights only ever repeat the last token.
+            "tie_word_embeddings": False,
+        }  # fmt: skip
         layers = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
         return Gemma3TextConfig(**{**common, **gemma, **layers, **overrides})
     if arch == "gpt2":

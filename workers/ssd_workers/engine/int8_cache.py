@@ -12,6 +12,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -133,7 +134,7 @@ def _refuse_large_float_weights(
 
 
 def _replace_linears(
-    model: PreTrainedModel, packed: safe_open, rest: dict[str, torch.Tensor], progress: Progress
+    model: PreTrainedModel, packed: Any, rest: dict[str, torch.Tensor], progress: Progress
 ) -> None:
     names = [key.removesuffix(".scale") for key in packed.keys() if key.endswith(".scale")]  # noqa: SIM118
     groups = _fusion_groups(names)

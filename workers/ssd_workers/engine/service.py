@@ -180,8 +180,9 @@ class EngineService:
             try:
                 engine.step()
             except Exception as error:
-                # The boundary of the engine thread. A step that raised may have left caches half-written: its sequences cannot go
-                # on, but the models are intact and the next request can.
+                # The boundary of the engine thread. A step that raised may have left caches
+                # half-written: its sequences cannot go on, but the models are intact and the
+                # next request can.
                 logger.exception("An engine step failed")
                 failure = EngineError(f"The engine step failed: {type(error).__name__}: {error}.")
                 for sequence in engine.sequences:
