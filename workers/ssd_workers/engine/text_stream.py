@@ -45,7 +45,7 @@ class TextStream:
     several that end at the same character, the longest. So generation can end at that very
     character, without waiting for a longer candidate. The stop string is not part of the text.
 
-    A token costs one or two decodes of about 24 tokens, and time proportional to its text.
+    A token costs one decode of about 24 tokens, now and then a few more, and time proportional to its text.
 
     Parameters:
       decode: ids -> text. Special tokens are skipped there (and need not be filtered here);
@@ -191,12 +191,16 @@ class _Detokenizer:
         """Forget the oldest tokens once there are many, if the end of the text stays the same."""
         if len(self._window) <= _WINDOW_MAX:
             return
-        window = self._window[-_WINDOW_KEPT:]
-        decoded = self._decode(window)
-        given = len(decoded) - (len(self._decoded) - len(self._given))
-        # One character that is out must match too, so that what is spoilt lies before it.
-        if given >= 1 and decoded[given - 1 :] == self._decoded[len(self._given) - 1 :]:
-            self._window, self._decoded, self._given = window, decoded, decoded[:given]
+        # In a run of bytes a byte-fallback decoder needs the window to begin at a character;
+        # one of four neighbouring cuts does.
+        for kept in range(_WINDOW_KEPT, _WINDOW_KEPT + 4):
+            window = self._window[-kept:]
+            decoded = self._decode(window)
+            given = len(decoded) - (len(self._decoded) - len(self._given))
+            # One character that is out must match too, so that what is spoilt lies before it.
+            if given >= 1 and decoded[given - 1 :] == self._decoded[len(self._given) - 1 :]:
+                self._window, self._decoded, self._given = window, decoded, decoded[:given]
+                return
 
 
 class _StopMatcher:
