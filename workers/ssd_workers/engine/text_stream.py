@@ -45,7 +45,8 @@ class TextStream:
     several that end at the same character, the longest. So generation can end at that very
     character, without waiting for a longer candidate. The stop string is not part of the text.
 
-    A token costs one decode of about 24 tokens, now and then a few more, and time proportional to its text.
+    A token costs one decode of about 24 tokens, now and then a few more, and time in proportion
+    to its text.
 
     Parameters:
       decode: ids -> text. Special tokens are skipped there (and need not be filtered here);
