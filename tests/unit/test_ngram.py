@@ -24,13 +24,13 @@ class View:
     seed: int = 0
 
 
-def by_scan(tokens: list[int], limit: int, min_n: int, max_n: int) -> list[int]:
+def by_scan(tokens: list[int], limit: int, min_n: int, max_n: int, per_match: int) -> list[int]:
     """Longest n first, most recent occurrence, copying token by token."""
     for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
         for start in range(len(tokens) - n - 1, -1, -1):
             if tokens[start : start + n] == tokens[-n:]:
                 whole = list(tokens)
-                for i in range(limit):
+                for i in range(limit if n == max_n else min(limit, n * per_match)):
                     whole.append(whole[start + n + i])
                 return whole[len(tokens) :]
     return []
@@ -41,16 +41,17 @@ def by_scan(tokens: list[int], limit: int, min_n: int, max_n: int) -> list[int]:
     st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=8),
     st.integers(1, 3),
     st.integers(0, 3),
+    st.integers(1, 3),
     st.integers(0, 10),
 )
 def test_equals_a_scan_however_the_sequence_grows(
-    pieces: list[list[int]], min_n: int, extra: int, limit: int
+    pieces: list[list[int]], min_n: int, extra: int, per_match: int, limit: int
 ) -> None:
-    drafter = NgramDrafter(min_n=min_n, max_n=min_n + extra)
+    drafter = NgramDrafter(min_n=min_n, max_n=min_n + extra, per_match=per_match)
     view = View([])
     for piece in pieces:
         view.token_ids += piece
-        expected = by_scan(view.token_ids, limit, min_n, min_n + extra)
+        expected = by_scan(view.token_ids, limit, min_n, min_n + extra, per_match)
         assert drafter.propose([view], [limit]) == [expected]
 
 
@@ -62,8 +63,18 @@ def test_prefers_the_longest_match_then_the_latest() -> None:
 
 
 def test_a_repeating_end_is_continued_through_the_draft_itself() -> None:
-    assert NgramDrafter().propose([View([9, 1, 2, 3, 1, 2, 3])], [8]) == [[1, 2, 3, 1, 2, 3, 1, 2]]
-    assert NgramDrafter().propose([View([7, 7, 7])], [5]) == [[7] * 5]
+    tokens = [9, 1, 2, 3, 1, 2, 3, 1]
+    assert NgramDrafter().propose([View(tokens)], [8]) == [[2, 3, 1, 2, 3, 1, 2, 3]]
+    assert NgramDrafter().propose([View([7] * 5, "s")], [6]) == [[7] * 6]
+
+
+def test_a_short_match_gives_a_short_draft() -> None:
+    drafter = NgramDrafter(max_n=3, per_match=2)
+    tokens = list(range(10))
+    assert drafter.propose([View([*tokens, 2], "a")], [8]) == [[3, 4]]
+    assert drafter.propose([View([*tokens, 2, 3], "b")], [8]) == [[4, 5, 6, 7]]
+    assert drafter.propose([View([*tokens, 2, 3], "c")], [3]) == [[4, 5, 6]]
+    assert drafter.propose([View([*tokens, 0, 1, 2], "d")], [7]) == [[3, 4, 5, 6, 7, 8, 9]]
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4]])
@@ -117,9 +128,9 @@ def test_a_step_costs_the_same_in_a_long_sequence() -> None:
     tokens = Counting(list(range(50_000)) * 2)
     view = View(tokens)
     drafter.propose([view], [8])
-    tokens += [3, 4, 5]
+    tokens += [3, 4, 5, 6]
     tokens.looks = 0
-    assert drafter.propose([view], [8]) == [[6, 7, 8, 9, 10, 11, 12, 13]]
+    assert drafter.propose([view], [8]) == [[7, 8, 9, 10, 11, 12, 13, 14]]
     assert tokens.looks < 50
 
 
@@ -132,3 +143,5 @@ def test_is_a_drafter() -> None:
 def test_sizes_out_of_order_are_refused(min_n: int, max_n: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"min_n={min_n} and max_n={max_n}"):
         NgramDrafter(min_n=min_n, max_n=max_n)
+    with pytest.raises(InvalidRequestError, match="per_match=0"):
+        NgramDrafter(per_match=0)

@@ -21,11 +21,16 @@ class NgramDrafter:
 
     Every sequence has an index from n-gram to the place after its latest occurrence, extended
     by the new tokens at each call: a call costs O(new tokens), whatever the length. Memory is
-    about 150 bytes per token and n-gram size, until :meth:`forget`.
+    about 100 bytes per token and n-gram size, until :meth:`forget`.
+
+    A short match is weak evidence, and a draft that fails costs rows of the next verification.
+    So a match of n < ``max_n`` tokens proposes at most ``per_match`` * n; a match of ``max_n``
+    proposes as many as asked.
 
     Parameters:
       max_n: longest n-gram looked up, at least ``min_n``.
       min_n: shortest n-gram looked up, at least 1.
+      per_match: tokens proposed per matched token, at least 1.
 
     Raises:
       InvalidRequestError: the sizes are out of order.
@@ -33,14 +38,19 @@ class NgramDrafter:
 
     name = "ngram"
 
-    def __init__(self, *, max_n: int = 4, min_n: int = 2) -> None:
+    def __init__(self, *, max_n: int = 4, min_n: int = 1, per_match: int = 2) -> None:
         if not 1 <= min_n <= max_n:
             raise InvalidRequestError(
                 f"n-gram sizes min_n={min_n} and max_n={max_n} are out of order.",
                 remedy="Give 1 <= min_n <= max_n.",
             )
+        if per_match < 1:
+            raise InvalidRequestError(
+                f"per_match={per_match} proposes nothing.", remedy="Give at least 1."
+            )
         self._max_n = max_n
         self._min_n = min_n
+        self._per_match = per_match
         self._indexes: dict[str, _Index] = {}
 
     def propose(self, sequences: Sequence[DraftView], max_tokens: Sequence[int]) -> list[list[int]]:
@@ -61,8 +71,13 @@ class NgramDrafter:
         if index is None or index.length > len(sequence.token_ids):
             index = _Index(self._min_n, self._max_n)
             self._indexes[sequence.request_id] = index
-        start = index.find(sequence.token_ids)
-        return [] if start is None else _copy_from(sequence.token_ids, start, limit)
+        found = index.find(sequence.token_ids)
+        if found is None:
+            return []
+        start, n = found
+        if n < self._max_n:
+            limit = min(limit, self._per_match * n)
+        return _copy_from(sequence.token_ids, start, limit)
 
 
 class _Index:
@@ -73,18 +88,18 @@ class _Index:
         self._after: list[dict[int, int]] = [{} for _ in range(min_n, max_n + 1)]
         self.length = 0
 
-    def find(self, tokens: list[int]) -> int | None:
-        """Where what followed the longest known suffix of ``tokens`` begins."""
+    def find(self, tokens: list[int]) -> tuple[int, int] | None:
+        """Where what followed the longest known suffix of ``tokens`` begins, and its length."""
         # The n-gram at the very end is not entered: it would be found as its own occurrence.
         for end in range(max(self.length, 1), len(tokens)):
             for key, table in zip(self._keys(tokens, end), self._after, strict=False):
                 table[key] = end
         self.length = len(tokens)
         keys = self._keys(tokens, len(tokens))
-        for key, table in reversed(list(zip(keys, self._after, strict=False))):
-            start = table.get(key)
+        for i in range(len(keys) - 1, -1, -1):
+            start = self._after[i].get(keys[i])
             if start is not None:
-                return start
+                return start, self._min_n + i
         return None
 
     def _keys(self, tokens: list[int], end: int) -> list[int]:
