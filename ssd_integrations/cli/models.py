@@ -192,18 +192,16 @@ def _print_json(value: object) -> None:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    """Columns of plain text: the path comes last and whole, so that it can be copied."""
     from ssd_workers.models.cache import format_bytes
 
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("Name", "Kind", "Size", "int8", "State", "Path"):
-        table.add_column(title, overflow="fold", justify="right" if title == "Size" else "left")
+    titles = ("NAME", "KIND", "SIZE", "INT8", "STATE", "PATH")
+    table = [titles]
     for row in rows:
-        derived = format_bytes(row["int8_bytes"]) if row["int8_bytes"] else "-"
-        size = format_bytes(row["size_bytes"])
-        cells = (row["name"], row["kind"], size, derived, row["state"], row["path"])
-        table.add_row(*(clean_for_terminal(str(cell)) for cell in cells))
-    console.print(table)
+        size, int8 = format_bytes(row["size_bytes"]), row["int8_bytes"]
+        derived = format_bytes(int8) if int8 else "-"
+        table.append((row["name"], row["kind"], size, derived, row["state"], row["path"]))
+    widths = [max(len(line[column]) for line in table) for column in range(len(titles) - 1)]
+    for line in table:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        print(clean_for_terminal("  ".join([*cells, line[-1]])))

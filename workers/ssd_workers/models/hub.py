@@ -53,8 +53,10 @@ def missing_weights(folder: Path) -> list[str]:
     return ["model.safetensors"]
 
 
-def download_model(repo: str, *, progress: Progress) -> Path:
+def newest_model(repo: str, *, progress: Progress) -> Path:
     """Fetch ``repo`` into the hub's cache and give the folder of its newest snapshot.
+
+    Where the hub is away, a whole snapshot in the cache will do; the progress says so.
 
     Raises:
       ModelNotFoundError: unknown, private or gated, not a transformers model, or the hub is away.
@@ -64,7 +66,12 @@ def download_model(repo: str, *, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    info = _model_info(repo)
+    answer = _ask_hub(repo)
+    cached = cached_model(repo) if _is_away(answer) else None
+    if cached is not None:
+        progress(f"the hub is away, taking {repo} from the cache", 1, 1, "")
+        return cached
+    info = _info_in(answer, repo)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = _wanted_files(repo, sizes)
     total = sum(sizes[name] for name in wanted)
@@ -91,7 +98,7 @@ def download_file(repo: str, filename: str, folder: Path, *, size: int, progress
     from huggingface_hub import hf_hub_download
 
     try:
-        _model_info(repo)
+        _info_in(_ask_hub(repo), repo)
     except ModelNotFoundError as error:
         raise DownloadError(error.message) from error
     with watch_growth((folder,), size, progress), _transfer_errors(repo, folder):
@@ -118,8 +125,8 @@ def _wanted_files(repo: str, sizes: dict[str, int]) -> list[str]:
     return settings + weights
 
 
-def _model_info(repo: str) -> Any:
-    """What the hub says about ``repo``, or a quick ModelNotFoundError."""
+def _ask_hub(repo: str) -> Any:
+    """What the hub says about ``repo``, or the exception that asking ended with; quickly."""
     patience = _patience()
     answers: queue.Queue[Any] = queue.Queue()
 
@@ -135,12 +142,23 @@ def _model_info(repo: str) -> Any:
 
     threading.Thread(target=ask, daemon=True).start()
     try:
-        answer = answers.get(timeout=patience + 0.5)
+        return answers.get(timeout=patience + 0.5)
     except queue.Empty:
-        answer = TimeoutError(f"no answer within {patience:g} s ({_PATIENCE})")
+        return TimeoutError(f"no answer within {patience:g} s ({_PATIENCE})")
+
+
+def _info_in(answer: Any, repo: str) -> Any:
     if isinstance(answer, Exception):
         raise _not_found(repo, answer) from answer
     return answer
+
+
+def _is_away(answer: Any) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if isinstance(answer, HfHubHTTPError):
+        return bool(answer.response.status_code >= 500)
+    return isinstance(answer, Exception) and not isinstance(answer, HFValidationError)
 
 
 def _patience() -> float:

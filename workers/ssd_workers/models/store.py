@@ -164,7 +164,7 @@ def _hub_model(repo: str, *, refresh: bool, progress: Progress) -> ModelSource:
     folder = None if refresh else hub.cached_model(repo)
     if folder is None:
         try:
-            folder = hub.download_model(repo, progress=progress)
+            folder = hub.newest_model(repo, progress=progress)
         except ModelNotFoundError as error:
             default = error.remedy == ModelNotFoundError.default_remedy
             raise ModelNotFoundError(
