@@ -80,6 +80,13 @@ class TestNoise:
         ids = torch.arange(151_936, dtype=torch.int32)
         assert len(set(noise._hash(ids, 12345, -6789).tolist())) == len(ids)
 
+    def test_both_halves_of_the_key_matter(self) -> None:
+        # Were the first only added to the id, nearby keys would give shifted copies of a row.
+        ids = torch.arange(10_000, dtype=torch.int32)
+        base = noise._hash(ids, 5, 1)
+        assert not torch.any(base == noise._hash(ids, 5, 2))
+        assert not torch.any(base == noise._hash(ids, 6, 1))
+
     def test_seed_position_and_token_all_matter(self) -> None:
         base = gumbel_noise(1, 1, 50, "cpu")
         assert not torch.any(base == gumbel_noise(1, 2, 50, "cpu"))

@@ -147,11 +147,6 @@ class _Detokenizer:
         self._decoded = text
         pending = self._pending + 1
         if not text.startswith(self._given):
-            if text.endswith(_REPLACEMENT) and pending <= _MAX_PENDING:
-                # Byte-fallback tokenizers show a whole run of bytes as U+FFFD while its last
-                # character is unfinished, also the characters given out already: wait.
-                self._pending = pending
-                return ""
             self._restart(pending)
         self._pending = pending if self._decoded.endswith(_REPLACEMENT) else 0
         new = self._take(self._final_length())
@@ -160,8 +155,6 @@ class _Detokenizer:
 
     def flush(self) -> str:
         """The rest, whatever it is."""
-        if not self._decoded.startswith(self._given):
-            self._restart(self._pending)
         return self._take(len(self._decoded))
 
     def _take(self, end: int) -> str:
@@ -179,10 +172,10 @@ class _Detokenizer:
         return whole
 
     def _restart(self, tokens: int) -> None:
-        """Decode the last ``tokens`` on their own.
+        """Decode the last ``tokens``, which have shown nothing yet, on their own.
 
-        A run of bytes turned out invalid, and the decoder now shows all of it as U+FFFD, also
-        the valid characters that were given out. What is out stays; the rest follows.
+        While the last character of a run of bytes is unfinished, a byte-fallback decoder shows
+        the whole run as U+FFFD, also the characters that were given out. What is out stays.
         """
         self._window = self._window[-tokens:]
         self._decoded = self._decode(self._window)
