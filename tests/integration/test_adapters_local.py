@@ -22,7 +22,8 @@ from ssd_integrations.errors import ContextLengthError, ModelNotFoundError
 from ssd_integrations.protocol import Event, GenerationRequest, is_terminal
 
 QUESTION = "How do I restart the router?"
-LONG = 400
+# A second or more of decoding, so that whoever leaves does so before the end.
+LONG: dict[str, Any] = {"max_tokens": 450, "temperature": 1.0, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +252,8 @@ def test_llama_index_query_engine(make_llm: Callable[..., SSDLLM]) -> None:
 
 async def test_leaving_a_stream_frees_the_engine(model: str) -> None:
     watched = Watched(model)
-    chat = ChatSSD(model=model, max_tokens=LONG, backend=watched)
-    llm = SSDLLM(model=model, max_tokens=LONG, backend=watched)
+    chat = ChatSSD(model=model, backend=watched, **LONG)
+    llm = SSDLLM(model=model, backend=watched, **LONG)
     for stream in (
         chat.stream(QUESTION),
         llm.stream_chat([ChatMessage(content=QUESTION)]),
@@ -267,8 +268,8 @@ async def test_leaving_a_stream_frees_the_engine(model: str) -> None:
 
 async def test_leaving_an_async_stream_frees_the_engine(model: str) -> None:
     watched = Watched(model)
-    chat = ChatSSD(model=model, max_tokens=LONG, backend=watched)
-    llm = SSDLLM(model=model, max_tokens=LONG, backend=watched)
+    chat = ChatSSD(model=model, backend=watched, **LONG)
+    llm = SSDLLM(model=model, backend=watched, **LONG)
     async for _ in chat.astream(QUESTION):
         break
     async for _ in await llm.astream_complete(QUESTION):
@@ -283,8 +284,8 @@ async def test_leaving_an_async_stream_frees_the_engine(model: str) -> None:
 @pytest.mark.parametrize("adapter", ["langchain", "llama_index"])
 async def test_cancelling_a_task_frees_the_engine(model: str, adapter: str) -> None:
     watched = Watched(model)
-    chat = ChatSSD(model=model, max_tokens=LONG, backend=watched)
-    llm = SSDLLM(model=model, max_tokens=LONG, backend=watched)
+    chat = ChatSSD(model=model, backend=watched, **LONG)
+    llm = SSDLLM(model=model, backend=watched, **LONG)
     call = chat.ainvoke(QUESTION) if adapter == "langchain" else llm.acomplete(QUESTION)
     task = asyncio.ensure_future(call)
     while not watched.started:
