@@ -229,7 +229,9 @@ class CeleryBackend:
         keys, arguments = register_arguments(request)
         client = self._clients.of_running_loop()
         with self._clients.translated_errors():
-            reply = await client.eval(REGISTER_SCRIPT, len(keys), *keys, *arguments)
+            reply = await self._clients.call(
+                client.eval(REGISTER_SCRIPT, len(keys), *keys, *arguments)
+            )
         check_registered(request.request_id, reply)
         # Celery publishes with blocking sockets only.
         await asyncio.to_thread(self._sender.send, request)
@@ -273,8 +275,8 @@ class CeleryBackend:
         client = self._clients.of_running_loop()
         while not cursor.finished:
             try:
-                reply = await client.xread(
-                    {key: cursor.last_id}, count=512, block=_block_ms(watch, cursor)
+                reply = await self._clients.call(
+                    client.xread({key: cursor.last_id}, count=512, block=_block_ms(watch, cursor))
                 )
             except TRANSIENT_ERRORS as error:
                 pause_s = watch.lost()
@@ -323,11 +325,10 @@ class CeleryBackend:
 
     async def _acancel_quietly(self, request_id: str) -> None:
         keys, arguments = cancel_arguments(request_id)
+        client = self._clients.of_running_loop()
         try:
             with self._clients.translated_errors():
-                await self._clients.of_running_loop().eval(
-                    CANCEL_SCRIPT, len(keys), *keys, *arguments
-                )
+                await self._clients.call(client.eval(CANCEL_SCRIPT, len(keys), *keys, *arguments))
         except BrokerUnavailableError as error:
             logger.warning("Request %s could not be cancelled: %s", request_id, error)
 

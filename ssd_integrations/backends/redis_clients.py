@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import redis
@@ -16,6 +17,8 @@ from redis.retry import Retry
 
 from ssd_integrations.backends.wire import mask_url
 from ssd_integrations.errors import BrokerUnavailableError
+
+T = TypeVar("T")
 
 #: What redis-py raises while the server is away, starting or being replaced.
 TRANSIENT_ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError)
@@ -72,12 +75,31 @@ class RedisClients:
                 client = redis.asyncio.Redis.from_url(
                     self._url,
                     protocol=2,
-                    socket_timeout=_SOCKET_TIMEOUT_S,
+                    # With a timeout, redis-py writes inside asyncio.wait_for, which before
+                    # Python 3.12 can swallow a cancellation. call() bounds the wait instead.
+                    socket_timeout=None,
                     socket_connect_timeout=self._connect_timeout_s,
                     retry=AsyncRetry(NoBackoff(), 1),
                 )
                 self._by_loop[loop] = client
             return client
+
+    async def call(self, command: Awaitable[T]) -> T:
+        """Await a command of :meth:`of_running_loop`'s client, for a bounded time.
+
+        Raises:
+          redis.TimeoutError: no answer came.
+        """
+        task = asyncio.ensure_future(command)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=_SOCKET_TIMEOUT_S)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            raise redis.TimeoutError(f"no answer within {_SOCKET_TIMEOUT_S:g} s")
+        return task.result()
 
     @contextlib.contextmanager
     def translated_errors(self) -> Iterator[None]:
