@@ -264,6 +264,14 @@ def test_a_push_costs_the_same_late_in_a_long_output(decode: Decode, ids: list[i
     assert calls <= 2 * len(ids)
 
 
+def test_tokens_are_forgotten_only_where_the_text_stays_the_same() -> None:
+    def alternating(ids: list[int]) -> str:
+        return "".join(chr(i).upper() if place % 2 else chr(i) for place, i in enumerate(ids))
+
+    ids = list(map(ord, "abcdefghijklmnopqrstuvwxyz" * 4))
+    assert run(alternating, ids, [])[0] == alternating(ids)
+
+
 class TestStop:
     def test_is_found_across_tokens_and_pushes_and_cut_off(self) -> None:
         ids = BPE.encode("one END two").ids

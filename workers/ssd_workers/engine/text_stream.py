@@ -185,16 +185,12 @@ class _Detokenizer:
         """Forget the oldest tokens once there are many, if the end of the text stays the same."""
         if len(self._window) <= _WINDOW_MAX:
             return
-        # In a run of bytes a byte-fallback decoder needs the window to begin at a character;
-        # one of four neighbouring cuts does.
-        for kept in range(_WINDOW_KEPT, _WINDOW_KEPT + 4):
-            window = self._window[-kept:]
-            decoded = self._decode(window)
-            given = len(decoded) - (len(self._decoded) - len(self._given))
-            # One character that is out must match too, so that what is spoilt lies before it.
-            if given >= 1 and decoded[given - 1 :] == self._decoded[len(self._given) - 1 :]:
-                self._window, self._decoded, self._given = window, decoded, decoded[:given]
-                return
+        window = self._window[-_WINDOW_KEPT:]
+        decoded = self._decode(window)
+        given = len(decoded) - (len(self._decoded) - len(self._given))
+        # One character that is out must match too, so that what is spoilt lies before it.
+        if given >= 1 and decoded[given - 1 :] == self._decoded[len(self._given) - 1 :]:
+            self._window, self._decoded, self._given = window, decoded, decoded[:given]
 
 
 class _StopMatcher:
