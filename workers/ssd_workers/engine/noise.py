@@ -62,16 +62,20 @@ def gumbel_noise_rows(
     """:func:`gumbel_noise` of several (seed, position) pairs: ``[rows, vocab_size]`` float32."""
     device = torch.device(device)
     ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
-    if device.type == "cpu":
-        # On a GPU one launch for all rows is what counts; here the processor's cache is. The
-        # values are the same.
-        out = torch.empty(len(seeds), vocab_size)
-        for row, seed, position in zip(out, seeds, positions, strict=True):
-            row.copy_(gumbel_noise_at(seed, position, ids))
-        return out
     keys = [_row_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     table = torch.tensor(keys, dtype=torch.int32, device=device).reshape(-1, 2, 1)
-    return _gumbel(_hash(ids.expand(len(keys), -1), table[:, 0], table[:, 1]))
+    # On a GPU one launch for all rows is what counts; on a CPU it is the cache.
+    if device.type == "cpu":
+        rows, columns = max(1, _BLOCK // vocab_size), _BLOCK
+    else:
+        rows, columns = max(1, len(keys)), vocab_size
+    out = torch.empty(len(keys), vocab_size, device=device)
+    for start in range(0, len(keys), rows):
+        first, second = table[start : start + rows].unbind(dim=1)
+        for column in range(0, vocab_size, columns):
+            block = slice(column, column + columns)
+            out[start : start + rows, block] = _gumbel(_hash(ids[block], first, second))
+    return out
 
 
 def gumbel_noise_at(seed: int, position: int, token_ids: Tensor) -> Tensor:
@@ -104,7 +108,7 @@ def _signed32(value: int) -> int:
 
 def _hash(ids: Tensor, first: Tensor | int, second: Tensor | int) -> Tensor:
     """Keyed bijection of int32 ids, wrapping arithmetic. Overwrites nothing it is given."""
-    x = (ids * _signed32(0x9E3779B1)).add_(first)
+    x = ids * _signed32(0x9E3779B1) + first
     _xor_shift_multiply(x, 16, 0x7FEB352D)
     _xor_shift_multiply(x, 15, 0x846CA68B)
     x.bitwise_xor_(second)

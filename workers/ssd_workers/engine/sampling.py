@@ -38,6 +38,8 @@ _INF = float("inf")
 _MIN_TEMPERATURE = 1e-20
 # A token further than this below the best one loses whatever the noise; the slack covers rounding.
 _REACH = NOISE_MAX - NOISE_MIN + 0.01
+# From this size on a CPU does better to pick the tokens that can win before making their noise.
+_LARGE_VOCAB = 4096
 
 
 def process_logits(
@@ -108,7 +110,8 @@ def choose_tokens(
     drawn = [row for row, p in enumerate(params) if p.temperature > 0.0 and tokens[row] >= 0]
     if not drawn:
         return tokens
-    draw = _draw_by_row if logits.device.type == "cpu" else _draw_together
+    by_row = logits.device.type == "cpu" and valid.shape[1] >= _LARGE_VOCAB
+    draw = _draw_by_row if by_row else _draw_together
     ids = draw(
         valid[drawn],
         best[drawn],
@@ -128,7 +131,7 @@ def _draw_by_row(
     seeds: Sequence[int],
     positions: Sequence[int],
 ) -> list[int]:
-    """Noise only for the tokens that can win: on a CPU the noise is the dear part."""
+    """Noise only for the tokens that can win: on a CPU the noise of all is the dear part."""
     ids = []
     for row, param in enumerate(params):
         x = _scaled(logits[row], best[row], param.temperature)
@@ -146,7 +149,7 @@ def _draw_together(
     seeds: Sequence[int],
     positions: Sequence[int],
 ) -> list[int]:
-    """The same tokens with few launches: what counts on a GPU."""
+    """The same tokens with few operations: what counts on a GPU and for a small vocabulary."""
     device = logits.device
     temperatures = [max(param.temperature, _MIN_TEMPERATURE) for param in params]
     scale = torch.tensor(temperatures, device=device).unsqueeze(1)
