@@ -6,16 +6,15 @@ that the same parameters mean the same request in both.
 
 from __future__ import annotations
 
-import asyncio
 import difflib
-import threading
 import warnings
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from ssd_integrations.backends import Backend, open_backend
+from ssd_integrations.backends.base import Backend
+from ssd_integrations.backends.shared import BackendOptions, ashared_backend, shared_backend
 from ssd_integrations.backends.wire import check_broker_url
 from ssd_integrations.errors import EngineError, InvalidRequestError
 from ssd_integrations.protocol import (
@@ -63,7 +62,6 @@ OUTPUT_OPTIONS = (
     "speculation",
     "num_draft_tokens",
 )
-BackendOptions = tuple[tuple[str, Any], ...]
 
 
 @runtime_checkable
@@ -225,13 +223,10 @@ class AdapterParameters(BaseModel):
         return url.get_secret_value() if isinstance(url, SecretStr) else url or ""
 
     def _open_backend(self) -> Backend:
-        return self.backend or _shared_backend(self._backend_options())
+        return self.backend or shared_backend(self._backend_options())
 
     async def _aopen_backend(self) -> Backend:
-        if self.backend is not None or self._backend_options() in _backends:
-            return self._open_backend()
-        # In a thread, for the first of its kind imports packages that take a while.
-        return await asyncio.to_thread(self._open_backend)
+        return self.backend or await ashared_backend(self._backend_options())
 
     def _backend_options(self) -> BackendOptions:
         return (
@@ -282,22 +277,6 @@ class AdapterParameters(BaseModel):
                 "or pass a counter of your own (custom_get_token_ids= in LangChain).",
             )
         return backend.count_tokens(self._build_request({}, **content))
-
-
-_backends: dict[BackendOptions, Backend] = {}
-_backends_lock = threading.Lock()
-
-
-def _shared_backend(options: BackendOptions) -> Backend:
-    """One backend per process for the same options.
-
-    Frameworks copy and rebuild their model objects freely (configurable fields do so on every
-    call); each copy must not cost another engine or another connection pool.
-    """
-    with _backends_lock:
-        if options not in _backends:
-            _backends[options] = open_backend(**dict(options))
-        return _backends[options]
 
 
 def _check_engine_options(model: str, engine_options: Mapping[str, Any]) -> None:
