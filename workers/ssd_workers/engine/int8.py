@@ -22,7 +22,7 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[out, in]`` float to (int8 ``[out, in]``, float32 scales ``[out]``), symmetric."""
     weight = weight.detach().to(torch.float32)
     scale = weight.abs().amax(dim=1).clamp_min(1e-12) / _MAX
-    return torch.round(weight / scale[:, None]).to(torch.int8), scale
+    return torch.round(weight / scale[:, None]).to(torch.int8).contiguous(), scale
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ssd_integrations.errors import DiskFullError, UnsupportedModelError
 from ssd_workers.engine.int8 import Int8Fused, Int8Linear, PackedWeight, quantize_weight
+from ssd_workers.engine.quiet import no_foreign_bars
 from ssd_workers.progress import Progress
 
 FORMAT = 1
@@ -101,9 +102,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _quantize_to(folder: Path, model_path: str, name: str, progress: Progress) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32, trust_remote_code=False
-    )
+    with no_foreign_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float32, trust_remote_code=False
+        )
     linears = [(key, m) for key, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
     int8: dict[str, torch.Tensor] = {}
     for done, (key, module) in enumerate(linears):

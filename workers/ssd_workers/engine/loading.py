@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ssd_integrations.errors import (
@@ -19,6 +20,7 @@ from ssd_integrations.errors import (
 from ssd_workers.engine import int8, int8_cache
 from ssd_workers.engine.attention import ATTENTION_NAME
 from ssd_workers.engine.config import DType, EngineConfig
+from ssd_workers.engine.quiet import no_foreign_bars
 from ssd_workers.engine.runner import ModelRunner
 from ssd_workers.models.store import ModelSource, cache_dir, resolve_model
 from ssd_workers.progress import Progress
@@ -82,7 +84,7 @@ def load_model(source: ModelSource, dtype: DType, device: str, progress: Progres
     progress("load model", 0, 1, "models")
     try:
         model = _load_weights(source, chosen_dtype, chosen_device, progress)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ModelLoadError(f"Model {source.name!r} cannot be loaded: {error}") from error
     progress("load model", 1, 1, "models")
     text_config = config.get_text_config(decoder=True)
@@ -190,12 +192,13 @@ def _load_weights(
         folder = Path(cache_dir()) / "int8" / source.fingerprint
         int8_cache.ensure_int8(source.path, folder, source.name, progress)
         return int8_cache.load_int8(source.path, folder, ATTENTION_NAME, progress)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        source.path,
-        dtype=getattr(torch, dtype),
-        attn_implementation=ATTENTION_NAME,
-        trust_remote_code=False,
-    )
+    with no_foreign_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=False,
+        )
     return model.to(device).eval()  # type: ignore[arg-type]
 
 

@@ -33,6 +33,7 @@ class ModelRunner:
         self.device = device
         config = model.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
+        self.vocab_size: int = config.vocab_size
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads

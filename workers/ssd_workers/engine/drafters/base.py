@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ssd_integrations.protocol import SamplingParams
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Tokens proposed for one sequence, to follow its last accepted token."""
-
-    tokens: tuple[int, ...] = ()
 
 
 class DraftView(Protocol):

@@ -15,17 +15,22 @@ _PREFILL_ROWS = 256
 
 @dataclass
 class _State:
-    """``cache`` holds the first ``base`` accepted tokens, then all but the last of ``drafted``."""
+    """``cache`` holds the first ``base`` accepted tokens, then all but the last of ``drafted``.
+
+    ``unreadable``: the sequence holds a token beyond the draft's vocabulary.
+    """
 
     cache: SequenceCache
     base: int = 0
     drafted: list[int] = field(default_factory=list)
+    unreadable: bool = False
 
 
 class ModelDrafter:
     """Drafts with the same noise as the target, so the two agree as often as p and q allow.
 
-    A sequence too long for the draft model's context gets no draft, which costs speed only.
+    A sequence too long for the draft model's context, or with a token that only the target's
+    vocabulary has, gets no draft, which costs speed only.
 
     Parameters:
       runner: the draft model.
@@ -38,7 +43,7 @@ class ModelDrafter:
     def __init__(self, runner: ModelRunner, context_length: int, target_vocab_size: int) -> None:
         self._runner = runner
         self._context_length = context_length
-        self._target_vocab_size = target_vocab_size
+        self._vocab_size = min(runner.vocab_size, target_vocab_size)
         self._states: dict[str, _State] = {}
 
     def propose(self, sequences: Sequence[DraftView], max_tokens: Sequence[int]) -> list[list[int]]:
@@ -50,6 +55,7 @@ class ModelDrafter:
         active = [i for i, count in enumerate(wanted) if count > 0]
         drafts: list[list[int]] = [[] for _ in sequences]
         pending = {i: self._catch_up(sequences[i]) for i in active}
+        active = [i for i in active if not self._state(sequences[i]).unreadable]
         while active:
             blocks = [RowBlock(self._state(sequences[i]).cache, pending[i], 1) for i in active]
             logits = self._runner.forward(blocks)
@@ -58,7 +64,7 @@ class ModelDrafter:
                 [sequences[i].sampling for i in active],
                 [sequences[i].seed for i in active],
                 [len(sequences[i].token_ids) + len(drafts[i]) for i in active],
-                valid_vocab=min(self._target_vocab_size, logits.shape[1]),
+                valid_vocab=self._vocab_size,
             )
             for i, token in zip(active, chosen, strict=True):
                 if token < 0:  # NaN logits: the draft model cannot help this row
@@ -95,6 +101,9 @@ class ModelDrafter:
         # The last accepted token is always fed again: its logits are the first draft.
         state.cache.truncate(min(valid, len(tokens) - 1))
         missing = tokens[state.cache.length :]
+        if state.unreadable or max(missing) >= self._runner.vocab_size:
+            state.unreadable = True
+            return []
         while len(missing) > _PREFILL_ROWS:
             self._runner.forward([RowBlock(state.cache, missing[:_PREFILL_ROWS], 0)])
             missing = missing[_PREFILL_ROWS:]
