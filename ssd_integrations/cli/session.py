@@ -18,8 +18,10 @@ def open_session(options: EngineOptions, bar: LoadingBar) -> Iterator[Backend]:
     """The backend that ``options`` ask for, closed at the end; ``bar`` shows it loading."""
     from ssd_integrations.backends import open_backend
 
+    # Behind a broker nothing loads here, and the worker has no use for a bar.
+    local = {"progress": bar} if options.broker_url is None else {}
     backend = open_backend(
-        model=options.model, broker_url=options.broker_url, progress=bar, **options.given()
+        model=options.model, broker_url=options.broker_url, **local, **options.given()
     )
     try:
         yield backend

@@ -65,7 +65,7 @@ def demo(
         measured = measure(screen, _MODEL, rounds=rounds, quick=quick)
         report |= _measured(screen, measured)
         screen.heading("The lines that an application changes")
-        screen.say(_CHANGES)
+        screen.code(_CHANGES)
         report["total_s"] = time.monotonic() - start
         screen.dim(f"\nDone after {report['total_s']:.0f} s.")
         if as_json:
@@ -73,9 +73,8 @@ def demo(
 
 
 def _prepare(screen: Screen) -> None:
-    from ssd_workers.models.store import resolve_model
-
     from ssd_integrations.cli.progress import LoadingBar
+    from ssd_workers.models.store import resolve_model
 
     screen.heading("The demo model, a 1.5 billion parameter instruct model")
     with LoadingBar(delay_s=0.5) as bar:
@@ -103,10 +102,10 @@ def _run_jobs(screen: Screen, broker_url: str) -> dict[str, Any]:
     sections = _write_report(screen, writer)
     for section in sections:
         screen.say(f"\n{section.name}: {section.text.strip()}")
-        if section.foreign:
-            screen.say(f"   Not among the facts: {', '.join(section.foreign)}")
-    if not any(section.foreign for section in sections):
-        screen.dim("\n   Checked: every figure in the three sections is one of the given facts.")
+        if section.misplaced:
+            screen.say(f"   Not a fact of that region: {', '.join(section.misplaced)}")
+    if not any(section.misplaced for section in sections):
+        screen.dim("\n   Checked: every figure is one of the facts of the region it is told of.")
     return {
         "support_reply": reply,
         "llama_index": answer,

@@ -1,7 +1,7 @@
 """What the demo writes about: a help article, a customer's question and a quarter's sales.
 
 Every figure of the report is computed here; the model only puts facts into sentences, and
-:func:`foreign_figures` finds any figure that it made up.
+:func:`misplaced_figures` finds any figure that it made up or told of the wrong region.
 """
 
 from __future__ import annotations
@@ -41,50 +41,67 @@ SALES: dict[str, dict[str, tuple[int, int, int]]] = {
         "North region": (12_400, 12_900, 14_100),
         "South region": (11_700, 13_200, 13_600),
     },
-    "Repairs": {
+    "Spare parts": {
         "North region": (8_300, 7_900, 8_800),
         "South region": (6_900, 7_400, 8_200),
     },
 }
 
 SECTION_INSTRUCTIONS = """\
-You write one section of a quarterly sales report. Turn the facts into plain prose for the \
-management: full sentences, no list, no table, no heading. Keep the order of the facts and copy \
-names and figures exactly. Use every fact once, add nothing, draw no conclusions."""
+You write one section of a quarterly sales report for the management: one paragraph of plain \
+prose in full sentences. Report the facts in the given order, with their exact names and figures. \
+Add no fact, no heading and no conclusion of your own."""
+
+_BOTH = "Both regions"
+_PLACE_OR_FIGURE = re.compile(
+    r"(?P<both>both|together|combined|overall|north and south)|(?P<north>north)|(?P<south>south)"
+    r"|(?P<figure>\d+(?:[.,]\d+)*)",
+    re.IGNORECASE,
+)
 
 
-def facts(section: str) -> list[str]:
-    """The facts of one section, every figure computed from :data:`SALES`."""
+def facts(section: str) -> dict[str, list[str]]:
+    """The facts of one section by region, every figure computed from :data:`SALES`."""
     rows = SALES[section]
-    lines = []
+    found = {}
     for region, amounts in rows.items():
         months = ", ".join(
-            f"{month} {amount:,} euros" for month, amount in zip(MONTHS, amounts, strict=True)
+            f"{amount:,} euros in {month}" for month, amount in zip(MONTHS, amounts, strict=True)
         )
         change = _change(amounts[0], amounts[-1])
-        lines.append(
-            f"{section} sales in the {region}: {months}; from {MONTHS[0]} to {MONTHS[-1]} {change}"
-        )
+        found[region] = [f"{region}: {months}", f"{region}: September is {change} July"]
     total = sum(sum(amounts) for amounts in rows.values())
-    lines.append(f"{section} sales in both regions in the third quarter: {total:,} euros")
-    return lines
+    found[_BOTH] = [f"{_BOTH}, third quarter: {total:,} euros"]
+    return found
 
 
 def section_prompt(section: str) -> str:
     """The user message that asks for one section."""
-    listing = "\n".join(f"- {line}" for line in facts(section))
-    return f"Section: {section}\n\nFacts:\n{listing}"
+    listing = "\n".join(f"- {line}" for lines in facts(section).values() for line in lines)
+    return f"Section: {section}\n\nSales facts:\n{listing}"
 
 
-def foreign_figures(section: str, text: str) -> list[str]:
-    """The figures in ``text`` that are not among the facts of ``section``."""
-    known = set(_figures(" ".join(facts(section))))
-    return [figure for figure in _figures(text) if figure not in known]
+def misplaced_figures(section: str, text: str) -> list[str]:
+    """The figures in ``text`` that are not facts of the region they are told of.
+
+    A figure belongs to the region named last before it (to both of them where both are).
+    """
+    known = {region: _figures(" ".join(lines)) for region, lines in facts(section).items()}
+    region = _BOTH
+    wrong = []
+    for word in _PLACE_OR_FIGURE.finditer(text):
+        if word["north"] or word["south"]:
+            region = "North region" if word["north"] else "South region"
+        elif word["both"]:
+            region = _BOTH
+        elif word["figure"] not in known[region]:
+            wrong.append(f"{word['figure']} ({region})")
+    return wrong
 
 
 def _change(first: int, last: int) -> str:
-    word = "up" if last >= first else "down"
-    return f"{word} {abs(last - first) / first * 100:.1f} percent"
+    word = "above" if last >= first else "below"
+    return f"{abs(last - first) / first * 100:.1f} percent {word}"
 
 
 def _figures(text: str) -> list[str]:

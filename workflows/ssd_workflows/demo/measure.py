@@ -18,9 +18,9 @@ from ssd_workflows.demo.compare import (
 from ssd_workflows.demo.screen import Screen
 from ssd_workflows.demo.steps import section_messages, section_names
 
-TRANSFORMERS = "transformers generate, float32"
+TRANSFORMERS = "transformers, float32"
 AUTOREGRESSIVE = "ours, autoregressive"
-SPECULATIVE = "ours, speculative (n-gram)"
+SPECULATIVE = "ours, speculative"
 
 # What our engine needs beside transformers' float32 weights, and some room for both to work.
 _ENGINE_BYTES = 2_300_000_000
@@ -44,10 +44,10 @@ def measure(screen: Screen, model: str, *, rounds: int, quick: bool) -> Measured
       EngineError: speculation changed a text.
     """
     import torch
-    from ssd_workers.models.store import resolve_model
 
     from ssd_integrations.backends import open_backend
     from ssd_integrations.cli.progress import LoadingBar
+    from ssd_workers.models.store import resolve_model
 
     screen.heading("The same report prompts, one call at a time, three ways of decoding")
     folder = Path(resolve_model(model).path)

@@ -31,6 +31,10 @@ class Screen:
         """One paragraph."""
         self.console.print(clean_for_terminal(text))
 
+    def code(self, text: str) -> None:
+        """Lines that are never broken."""
+        self.console.print(text, soft_wrap=True)
+
     def dim(self, text: str) -> None:
         """One paragraph of small print."""
         self.console.print(Text(clean_for_terminal(text), style="dim"))
@@ -54,7 +58,8 @@ class Screen:
 
     def table(self, comparison: Comparison) -> None:
         """The measured rows."""
-        table = Table("decoding", box=None, pad_edge=False, header_style="bold")
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("decoding", no_wrap=True)
         for column in ("first token", "tokens/s", "acceptance length", "speed-up"):
             table.add_column(column, justify="right")
         for row in comparison.rows():

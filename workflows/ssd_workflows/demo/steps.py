@@ -14,7 +14,7 @@ from ssd_workflows.demo.material import (
     SALES,
     SECTION_INSTRUCTIONS,
     SUPPORT_INSTRUCTIONS,
-    foreign_figures,
+    misplaced_figures,
     section_prompt,
 )
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Section:
-    """One finished section; ``foreign`` lists figures that are not among its facts."""
+    """One finished section; ``misplaced`` lists figures that are not facts of their region."""
 
     name: str
     text: str
-    foreign: list[str]
+    misplaced: list[str]
 
 
 def support_reply(llm: BaseChatModel, on_text: Callable[[str], None]) -> str:
@@ -72,7 +72,7 @@ def _section(llm: BaseChatModel, name: str, on_words: Callable[[str, int, bool],
         on_words(name, len("".join(pieces).split()), False)
     text = "".join(pieces)
     on_words(name, len(text.split()), True)
-    return Section(name, text, foreign_figures(name, text))
+    return Section(name, text, misplaced_figures(name, text))
 
 
 def section_names() -> list[str]:

@@ -1,0 +1,129 @@
+"""The `ssd` command with a tiny real model: streams, JSON, interrupts and broken pipes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SSD, RunSSD, ssd_environment
+
+_SUMMARY = {"text", "finish_reason", "usage", "speculation", "timing", "model"}
+
+
+@pytest.fixture(scope="module")
+def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a long context that never ends by itself."""
+    from tests.tiny import make_tiny_model
+
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("models") / "endless",
+        seed=3,
+        max_position_embeddings=200_000,
+        eos_token_id=None,
+    )
+    for name, keys in (("tokenizer_config.json", ("eos_token",)), ("generation_config.json", ())):
+        file = folder / name
+        content = json.loads(file.read_text())
+        for key in (*keys, "eos_token_id"):
+            content.pop(key, None)
+        file.write_text(json.dumps(content))
+    return folder
+
+
+def _start(model: Path, *args: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*SSD, "generate", "the router", "--model", str(model), *args],
+        env=ssd_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_text_and_json_agree(run_ssd: RunSSD, tiny_model: Path) -> None:
+    args = ["generate", "the router", "--model", str(tiny_model), "--max-tokens", "24"]
+    plain = run_ssd(*args)
+    assert plain.returncode == 0, plain.stderr
+    assert "24 tokens" in plain.stderr
+    assert "acceptance length" in plain.stderr
+    result = run_ssd(*args, "--json")
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert set(answer) == _SUMMARY
+    assert plain.stdout.rstrip("\n") == answer["text"].rstrip("\n")
+    assert answer["usage"]["completion_tokens"] == 24
+    assert answer["finish_reason"] == "length"
+    assert answer["speculation"]["method"] == "ngram"
+
+
+def test_speculation_and_seed_do_what_they_say(run_ssd: RunSSD, tiny_model: Path) -> None:
+    args = ["generate", "-", "--model", str(tiny_model), "--max-tokens", "20", "--json", "--raw"]
+    args += ["--temperature", "0.8", "--seed", "5"]
+    prompt = "The router restarts when you hold the reset button."
+    off = json.loads(run_ssd(*args, "--speculation", "off", stdin=prompt).stdout)
+    ngram = json.loads(run_ssd(*args, "--speculation", "ngram", stdin=prompt).stdout)
+    assert off["text"] == ngram["text"]
+    assert off["speculation"]["method"] == "off"
+    assert off["usage"]["prompt_tokens"] == ngram["usage"]["prompt_tokens"]
+
+
+def test_an_interrupt_ends_with_130_and_no_traceback(endless_model: Path) -> None:
+    process = _start(endless_model)
+    assert process.stdout is not None
+    assert process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    assert b"Traceback" not in stderr
+    assert b"Interrupted" in stderr
+    assert time.monotonic() - start < 15
+
+
+def test_a_closed_pipe_ends_quietly(endless_model: Path) -> None:
+    process = _start(endless_model)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(20)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 141
+    stderr = process.stderr.read()
+    process.stderr.close()
+    assert b"Traceback" not in stderr
+    assert b"Exception ignored" not in stderr
+
+
+def test_a_deadline_is_an_error_of_its_own(run_ssd: RunSSD, endless_model: Path) -> None:
+    result = run_ssd("generate", "hi", "--model", str(endless_model), "--timeout", "0.05", "--json")
+    assert result.returncode == 1, result.stderr
+    assert json.loads(result.stdout)["error"]["code"] == "deadline_exceeded"
+
+
+def test_a_prompt_beyond_the_context_is_refused(run_ssd: RunSSD, tiny_model: Path) -> None:
+    result = run_ssd("generate", "router " * 2000, "--model", str(tiny_model), "--json")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["error"]["code"] == "context_length_exceeded"
+
+
+def test_chat_from_a_pipe(run_ssd: RunSSD, tiny_model: Path) -> None:
+    lines = "hello\n/system Be brief.\nagain\n/reset\n/what\n/quit\nnever read\n"
+    result = run_ssd("chat", "--model", str(tiny_model), "--max-tokens", "8", stdin=lines)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("8 tokens") == 2
+    assert "System message set." in result.stderr
+    assert "starts afresh" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_chat_goes_on_after_a_turn_that_cannot_be_answered(
+    run_ssd: RunSSD, tiny_model: Path
+) -> None:
+    lines = "router " * 2000 + "\nhello\n"
+    result = run_ssd("chat", "--model", str(tiny_model), "--max-tokens", "8", stdin=lines)
+    assert result.returncode == 0, result.stderr
+    assert "Error:" in result.stderr
+    assert result.stderr.count("acceptance length") == 1
