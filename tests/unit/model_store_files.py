@@ -135,18 +135,21 @@ packages = PackageSet(**{**values, "packages": tuple(values["packages"]),
                          "eos_token_ids": tuple(values["eos_token_ids"])})
 def progress(stage, done, total, unit):
     print(stage, flush=True)
-manifest = ensure_demo(progress=progress, packages=packages, from_dir=Path(sys.argv[2]))
+from_dir = Path(sys.argv[2]) if sys.argv[2] else None
+manifest = ensure_demo(progress=progress, packages=packages, from_dir=from_dir)
 print("ready", manifest.fingerprint, flush=True)
 """
 
 
-def start_preparing(packages: PackageSet, from_dir: Path, cache: Path) -> subprocess.Popen[str]:
+def start_preparing(
+    packages: PackageSet, from_dir: Path | None, cache: Path, **env: str
+) -> subprocess.Popen[str]:
     """A process that prepares ``packages`` in ``cache``; prints a line per report, then ready."""
     values = {name: getattr(packages, name) for name in packages.__dataclass_fields__}
     return subprocess.Popen(
-        [sys.executable, "-c", _PREPARE, json.dumps(values), str(from_dir)],
+        [sys.executable, "-c", _PREPARE, json.dumps(values), str(from_dir or "")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "SSD_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "SSD_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **env},
     )

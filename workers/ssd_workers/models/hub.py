@@ -97,10 +97,9 @@ def download_file(repo: str, filename: str, folder: Path, *, size: int, progress
     """
     from huggingface_hub import hf_hub_download
 
-    try:
-        _info_in(_ask_hub(repo), repo)
-    except ModelNotFoundError as error:
-        raise DownloadError(error.message) from error
+    answer = _ask_hub(repo)
+    if isinstance(answer, Exception):
+        raise DownloadError(f"For {repo!r}, {_why_away(answer)}.") from answer
     with watch_growth((folder,), size, progress), _transfer_errors(repo, folder):
         path = hf_hub_download(repo, filename, local_dir=folder, tqdm_class=_silent_bars())
     return Path(path)
@@ -172,7 +171,6 @@ def _not_found(repo: str, error: Exception) -> ModelNotFoundError:
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
 
@@ -188,14 +186,18 @@ def _not_found(repo: str, error: Exception) -> ModelNotFoundError:
         )
     if isinstance(error, HFValidationError):
         return ModelNotFoundError(f"{repo!r} is no model: {error}")
-    if isinstance(error, OfflineModeIsEnabled):
-        why = "HF_HUB_OFFLINE is set"
-    else:
-        why = f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
     return ModelNotFoundError(
         f"There is no model {repo!r}: no such folder or file, it is not in the hub's cache on this "
-        f"machine, and {why}."
+        f"machine, and {_why_away(error)}."
     )
+
+
+def _why_away(error: Exception) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    return f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
 
 
 def _first_line(error: Exception) -> str:

