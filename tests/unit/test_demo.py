@@ -1,0 +1,126 @@
+"""The demo's parts: its figures, its jobs over any chat model, its measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ssd_integrations.errors import EngineError
+from ssd_workflows.demo import steps
+from ssd_workflows.demo.compare import (
+    Comparison,
+    Decoder,
+    EngineDecoder,
+    Sample,
+    Task,
+    TransformersDecoder,
+    compare,
+)
+from ssd_workflows.demo.material import SALES, facts, misplaced_figures, section_prompt
+
+
+def test_the_facts_are_computed_from_the_sales() -> None:
+    text = section_prompt("Bicycles")
+    assert "14.8 percent above July" in text
+    assert "246,800 euros" in text
+    assert len(facts("Bicycles")["North region"]) == 2
+
+
+@pytest.mark.parametrize("section", list(SALES))
+def test_a_section_of_its_own_facts_has_no_misplaced_figure(section: str) -> None:
+    told = " ".join(line for lines in facts(section).values() for line in lines)
+    assert misplaced_figures(section, told) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("In the North region, sales were 47,300 euros.", []),
+        ("In the North region, sales were 99 euros.", ["99 (North region)"]),
+        ("In the South region, sales were 47,300 euros.", ["47,300 (South region)"]),
+        ("The north grew 14.8 percent and the south 3.4 percent.", []),
+        ("The south grew 14.8 percent.", ["14.8 (South region)"]),
+        ("South: 39,800. North and South made 246,800.", []),
+        ("South: 39,800. Overall 246,800.", []),
+        ("In both regions 246,801.", ["246,801 (Both regions)"]),
+        ("The North region sold for 47300 euros.", ["47300 (North region)"]),
+    ],
+)
+def test_figures_are_bound_to_their_region(text: str, wrong: list[str]) -> None:
+    assert misplaced_figures("Bicycles", text) == wrong
+
+
+def test_the_jobs_run_over_any_chat_model() -> None:
+    from langchain_core.language_models import FakeListChatModel
+
+    pieces: list[str] = []
+    reply = steps.support_reply(FakeListChatModel(responses=["You can change it."]), pieces.append)
+    assert reply == "You can change it."
+    assert "".join(pieces) == reply
+    assert len(pieces) > 1
+
+    told: list[tuple[str, int, bool]] = []
+    writer = FakeListChatModel(responses=["The South region made 47,300 euros."])
+    sections = steps.report_sections(writer, lambda *row: told.append(row), ["Bicycles"])
+    assert [section.name for section in sections] == ["Bicycles"]
+    assert sections[0].misplaced == ["47,300 (South region)"]
+    assert told[-1] == ("Bicycles", 6, True)
+    assert not any(done for _, _, done in told[:-1])
+
+
+@pytest.fixture(scope="module")
+def decoders(tiny_model: Path) -> Iterator[list[Decoder]]:
+    """transformers and the engine, in float32, on one tiny model."""
+    from ssd_integrations.backends import open_backend
+
+    name = str(tiny_model)
+    with closing(open_backend(model=name, dtype="float32")) as backend:
+        yield [
+            TransformersDecoder("library", name),
+            EngineDecoder("plain", backend, name, "off"),
+            EngineDecoder("fast", backend, name, "ngram"),
+        ]
+
+
+def test_every_decoder_counts_and_writes_alike(decoders: list[Decoder]) -> None:
+    messages = ({"role": "user", "content": "Please restart the router, then restart it again."},)
+    tasks = [Task("first", messages, 24), Task("second", messages[:1], 12)]
+    told: list[tuple[int, int]] = []
+    result = compare(decoders, tasks, rounds=2, on_sample=lambda *row: told.append(row))
+    assert told[0] == (0, 12)
+    assert told[-1] == (12, 12)
+    assert [s.decoder for s in result.samples[:3]] == ["library", "plain", "fast"]
+    assert result.require_same_text("library", "plain") > 0
+    assert result.require_same_text("plain", "fast") > 0
+    for sample in result.samples:
+        assert sample.tokens == len(sample.token_ids)
+        assert 0 < sample.time_to_first_token_s <= sample.total_s
+    table = {row.decoder: row for row in result.rows()}
+    assert table["library"].speed_up == 1.0
+    assert table["library"].acceptance_length is None
+    assert table["plain"].acceptance_length == 1.0
+
+
+def _sample(decoder: str, ids: tuple[int, ...], seconds: float) -> Sample:
+    return Sample(decoder, "t", 0.5, seconds, len(ids), ids, "x", 1.0)
+
+
+def test_a_changed_token_fails_the_comparison() -> None:
+    result = Comparison(["a", "b"], [_sample("a", (1, 2, 3), 1.0), _sample("b", (1, 9, 3), 1.0)])
+    with pytest.raises(EngineError, match="token 1"):
+        result.require_same_text("a", "b")
+    shorter = Comparison(["a", "b"], [_sample("a", (1, 2, 3), 1.0), _sample("b", (1, 2), 1.0)])
+    with pytest.raises(EngineError, match="the end"):
+        shorter.require_same_text("a", "b")
+
+
+def test_rows_are_medians_and_ratios_to_the_first() -> None:
+    samples = [_sample("a", (1, 2), s) for s in (1.0, 2.0, 8.0)]
+    samples += [_sample("b", (1, 2), s) for s in (0.5, 0.4, 0.1)]
+    slow, fast = Comparison(["a", "b"], samples).rows()
+    assert slow.tokens_per_second == 1.0
+    assert fast.tokens_per_second == 5.0
+    assert fast.speed_up == 5.0
