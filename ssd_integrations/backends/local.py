@@ -73,16 +73,25 @@ class LocalBackend:
             except RuntimeError:  # the loop was closed: nobody waits any more
                 service.cancel(request.request_id)
 
+        abandoned = threading.Event()
+
+        def submit() -> None:
+            service.submit(request, on_event)
+            # The task may have been cancelled in the meantime, before there was a request.
+            if abandoned.is_set():
+                service.cancel(request.request_id)
+
         service = await asyncio.to_thread(self._service)
         ended = False
         try:
-            await asyncio.to_thread(service.submit, request, on_event)
+            await asyncio.to_thread(submit)
             while not ended:
                 event = await events.get()
                 ended = is_terminal(event)
                 yield _raise_failure(event)
         finally:
             if not ended:
+                abandoned.set()
                 service.cancel(request.request_id)
 
     def cancel(self, request_id: str) -> bool:

@@ -9,7 +9,14 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ssd_integrations.errors import (
     DraftModelMismatchError,
@@ -99,7 +106,7 @@ def load_model(source: ModelSource, dtype: DType, device: str, progress: Progres
         device=chosen_device,
         vocab_size=text_config.vocab_size,
         context_length=_context_length(text_config),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=_eos_token_ids(source, text_config, tokenizer),
     )
 
 
@@ -210,11 +217,12 @@ def _context_length(text_config: Any) -> int:
     return 2048
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+def _eos_token_ids(source: ModelSource, text_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends the output: those of the generation settings and the tokenizer's."""
+    values = [getattr(text_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    if (Path(source.path) / GENERATION_CONFIG_NAME).is_file():
+        values.append(GenerationConfig.from_pretrained(source.path).eos_token_id)
     found: set[int | None] = set()
-    for value in (
-        getattr(model.generation_config, "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    ):
+    for value in values:
         found.update(value if isinstance(value, list | tuple) else [value])
     return frozenset(int(v) for v in found if v is not None)
