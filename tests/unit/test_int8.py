@@ -128,11 +128,11 @@ def test_interrupted_quantisation_is_done_again(
 ) -> None:
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
     source = resolve_model(str(make_tiny_model(tmp_path / "model")))
-    stale = tmp_path / "cache" / "int8" / f"{source.fingerprint}.tmp-dead"
+    stale = tmp_path / "cache" / "models" / f".tmp-int8-{source.fingerprint}-dead"
     stale.mkdir(parents=True)
     (stale / "int8.safetensors").write_bytes(b"half")
     half = tmp_path / "cache" / "int8" / source.fingerprint
-    half.mkdir()
+    half.mkdir(parents=True)
     (half / "int8.safetensors").write_bytes(b"half")
     assert load_model(source, "int8", "cpu", no_progress).dtype == "int8"
     assert not stale.exists()

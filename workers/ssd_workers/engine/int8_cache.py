@@ -7,15 +7,11 @@ memory-mapped: the embedding's pages are shared by every process).
 
 from __future__ import annotations
 
-import errno
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -23,9 +19,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from ssd_integrations.errors import DiskFullError, UnsupportedModelError
+from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.int8 import Int8Fused, Int8Linear, PackedWeight, quantize_weight
 from ssd_workers.engine.quiet import no_foreign_bars
+from ssd_workers.models.cache import (
+    build_folder,
+    disk_errors,
+    entry_lock,
+    int8_dir,
+    publish,
+    require_space,
+)
+from ssd_workers.models.store import ModelSource
 from ssd_workers.progress import Progress
 
 FORMAT = 1
@@ -37,8 +42,8 @@ _REST = "rest.safetensors"
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def ensure_int8(model_path: str, folder: Path, name: str, progress: Progress) -> Path:
-    """``folder``, holding the int8 weights of the model at ``model_path``; made if missing.
+def ensure_int8(source: ModelSource, progress: Progress) -> Path:
+    """The folder with the int8 weights of ``source``; made if missing.
 
     Safe against two processes at once and against being killed in the middle.
 
@@ -46,26 +51,17 @@ def ensure_int8(model_path: str, folder: Path, name: str, progress: Progress) ->
       UnsupportedModelError: the model has weights that this cannot quantise row-exactly.
       DiskFullError: no space; nothing half-written is left.
     """
-    if _is_complete(folder):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(str(folder) + ".lock"):
-        if _is_complete(folder):
-            return folder
-        for stale in (folder, *folder.parent.glob(f"{folder.name}.tmp-*")):
-            shutil.rmtree(stale, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-        try:
-            _quantize_to(temporary, model_path, name, progress)
-            temporary.rename(folder)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise DiskFullError(
-                    f"The disk of {folder.parent} is full while writing int8 weights of {name!r}."
-                ) from error
-            raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    folder = int8_dir(source.fingerprint)
+    entry = f"int8-{source.fingerprint}"
+    if not _is_complete(folder):
+        with entry_lock(entry, progress):
+            if not _is_complete(folder):
+                with (
+                    build_folder(entry) as scratch,
+                    disk_errors("writing the int8 weights", folder),
+                ):
+                    _quantize_to(scratch, source, progress)
+                    publish(scratch, folder)
     return folder
 
 
@@ -101,11 +97,14 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _quantize_to(folder: Path, model_path: str, name: str, progress: Progress) -> None:
+def _quantize_to(folder: Path, source: ModelSource, progress: Progress) -> None:
     with no_foreign_bars():
         model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, trust_remote_code=False
+            source.path, dtype=torch.float32, trust_remote_code=False
         )
+    # One byte a weight, and four for the embeddings, which stay as they are.
+    embeddings = sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Embedding))
+    require_space(model.num_parameters() + embeddings, f"int8 weights of {source.name!r}")
     linears = [(key, m) for key, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
     int8: dict[str, torch.Tensor] = {}
     for done, (key, module) in enumerate(linears):
@@ -114,10 +113,10 @@ def _quantize_to(folder: Path, model_path: str, name: str, progress: Progress) -
         progress("quantise to int8", done + 1, len(linears), "layers")
     quantised = {f"{key}.weight" for key, _ in linears}
     rest = {k: v.contiguous() for k, v in model.state_dict().items() if k not in quantised}
-    _refuse_large_float_weights(model, rest, name)
+    _refuse_large_float_weights(model, rest, source.name)
     save_file(int8, folder / _INT8)
     save_file(rest, folder / _REST)
-    (folder / _DONE).write_text(json.dumps({"format": FORMAT, "model": name}))
+    (folder / _DONE).write_text(json.dumps({"format": FORMAT, "model": source.name}))
 
 
 def _refuse_large_float_weights(

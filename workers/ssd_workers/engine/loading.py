@@ -29,7 +29,7 @@ from ssd_workers.engine.attention import ATTENTION_NAME
 from ssd_workers.engine.config import DType, EngineConfig
 from ssd_workers.engine.quiet import no_foreign_bars
 from ssd_workers.engine.runner import ModelRunner
-from ssd_workers.models.store import ModelSource, cache_dir, resolve_model
+from ssd_workers.models.store import ModelSource, resolve_model
 from ssd_workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -196,8 +196,7 @@ def _load_weights(
     source: ModelSource, dtype: str, device: torch.device, progress: Progress
 ) -> PreTrainedModel:
     if dtype == "int8":
-        folder = Path(cache_dir()) / "int8" / source.fingerprint
-        int8_cache.ensure_int8(source.path, folder, source.name, progress)
+        folder = int8_cache.ensure_int8(source, progress)
         return int8_cache.load_int8(source.path, folder, ATTENTION_NAME, progress)
     with no_foreign_bars():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

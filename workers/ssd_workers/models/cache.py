@@ -55,6 +55,11 @@ def entry_dir(entry: str) -> Path:
     return models_dir() / entry
 
 
+def int8_dir(fingerprint: str) -> Path:
+    """The folder of the quantised weights of the model with this fingerprint."""
+    return cache_dir() / "int8" / fingerprint
+
+
 class Manifest(BaseModel):
     """What a finished model consists of; written last, so its presence means complete.
 

@@ -15,6 +15,7 @@ from ssd_workers.models.cache import (
     entry_dir,
     entry_lock,
     folder_bytes,
+    int8_dir,
     models_dir,
     read_manifest,
     remove_stale_builds,
@@ -151,4 +152,4 @@ def _derived_dir(name: str, manifest: Manifest | None) -> Path | None:
         fingerprint = fingerprint_of(DEMO)
     else:
         return None
-    return cache_dir() / "int8" / fingerprint
+    return int8_dir(fingerprint)
