@@ -18,6 +18,7 @@ BUILTIN_COMMANDS: dict[str, tuple[str, str]] = {
     "models": ("ssd_integrations.cli.models:app", "Fetch, list and remove models."),
     "worker": ("ssd_integrations.cli.worker:worker", "Serve a model to a broker's queue."),
     "up": ("ssd_integrations.cli.up:up", "Start an embedded broker and a worker."),
+    "bench": ("ssd_integrations.cli.bench:bench", "Measure ways of decoding on the same prompts."),
     "doctor": ("ssd_integrations.cli.doctor:doctor", "Check this machine and say what to do."),
     "workflows": (
         "ssd_integrations.cli.workflows_command:workflows",

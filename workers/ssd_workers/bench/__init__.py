@@ -1,0 +1,1 @@
+"""Measuring decoders against each other: suites of prompts, the decoders, the run, the report."""
