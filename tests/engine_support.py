@@ -140,5 +140,8 @@ class NoisyOracle:
             )
         return drafts
 
+    def observe(self, request_id: str, proposed: int, accepted: int) -> None:
+        pass
+
     def forget(self, request_id: str) -> None:
         pass

@@ -20,6 +20,7 @@ from ssd_workers.engine.drafters.ngram import NgramDrafter
 class View:
     token_ids: list[int]
     request_id: str = "r"
+    prompt_length: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
 

@@ -22,6 +22,11 @@ class DraftView(Protocol):
         ...
 
     @property
+    def prompt_length(self) -> int:
+        """How many of ``token_ids`` are the prompt."""
+        ...
+
+    @property
     def sampling(self) -> SamplingParams:
         """How the target will choose."""
         ...
@@ -44,6 +49,24 @@ class Drafter(Protocol):
         """Draft at most ``max_tokens[i]`` tokens for ``sequences[i]``; an empty list is fine."""
         ...
 
+    def observe(self, request_id: str, proposed: int, accepted: int) -> None:
+        """Learn what became of the request's last draft: ``accepted`` of ``proposed`` tokens.
+
+        Called after each verification, before the next :meth:`propose`. ``proposed`` may be less
+        than what was drafted: the engine may cut a draft short.
+        """
+        ...
+
     def forget(self, request_id: str) -> None:
         """Free what is kept for a request that ended; unknown ids are fine."""
+        ...
+
+
+class ScoredDrafter(Drafter, Protocol):
+    """A drafter that can say beforehand how good a draft is."""
+
+    def propose_scored(
+        self, sequences: Sequence[DraftView], max_tokens: Sequence[int]
+    ) -> list[tuple[list[int], float]]:
+        """Drafts as of :meth:`propose`, each with how many of its tokens will probably stand."""
         ...

@@ -79,6 +79,9 @@ class ModelDrafter:
                 state.base, state.drafted = len(sequences[i].token_ids), list(draft)
         return drafts
 
+    def observe(self, request_id: str, proposed: int, accepted: int) -> None:
+        """Nothing to learn: the tokens accepted are read off the sequence."""
+
     def forget(self, request_id: str) -> None:
         """Free the request's draft cache."""
         self._states.pop(request_id, None)

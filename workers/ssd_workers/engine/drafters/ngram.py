@@ -60,6 +60,9 @@ class NgramDrafter:
             for sequence, limit in zip(sequences, max_tokens, strict=True)
         ]
 
+    def observe(self, request_id: str, proposed: int, accepted: int) -> None:
+        """Nothing to learn: the tokens accepted are read off the sequence."""
+
     def forget(self, request_id: str) -> None:
         """Free the index of a request; unknown ids are fine."""
         self._indexes.pop(request_id, None)
