@@ -57,7 +57,7 @@ def _facts(source: random.Random, region: str, month: int) -> list[str]:
     before = source.randrange(180, 420) * 1000 + source.randrange(1000)
     now = round(before * source.uniform(0.88, 1.16))
     change = 100 * (now / before - 1)
-    shares = sorted((source.randrange(10, 40) for _ in _PRODUCTS), reverse=True)
+    shares = sorted(source.sample(range(10, 40), len(_PRODUCTS)), reverse=True)
     total = sum(shares)
     lines = [
         f"Region: {region}. Month: {_MONTHS[month]} 2026.",
