@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 
 from ssd_integrations.errors import EngineError
+from ssd_integrations.protocol import build_speculation
+from ssd_workers.bench.decoders import Answer, Decoder, EngineDecoder
+from ssd_workers.bench.measure import Results, Sample, run
+from ssd_workers.bench.suites import Item, Turn
+from ssd_workers.bench.transformers_decoder import TransformersDecoder, TransformersModel
 from ssd_workflows.demo import steps
-from ssd_workflows.demo.compare import (
-    Comparison,
-    Decoder,
-    EngineDecoder,
-    Sample,
-    Task,
-    TransformersDecoder,
-    compare,
-)
+from ssd_workflows.demo.compare import require_same_text, rows, samples_as_json
 from ssd_workflows.demo.material import SALES, facts, misplaced_figures, section_prompt
 
 
@@ -79,48 +76,63 @@ def decoders(tiny_model: Path) -> Iterator[list[Decoder]]:
     name = str(tiny_model)
     with closing(open_backend(model=name, dtype="float32")) as backend:
         yield [
-            TransformersDecoder("library", name),
-            EngineDecoder("plain", backend, name, "off"),
-            EngineDecoder("fast", backend, name, "ngram"),
+            TransformersDecoder("library", TransformersModel(name)),
+            EngineDecoder("plain", backend, name, build_speculation(mode="off")),
+            EngineDecoder("fast", backend, name, build_speculation(mode="ngram")),
         ]
 
 
+def _item(name: str, max_tokens: int) -> Item:
+    prompt = Turn(role="user", content="Please restart the router, then restart it again.")
+    return Item(id=name, category="c", language="en", messages=(prompt,), max_tokens=max_tokens)
+
+
 def test_every_decoder_counts_and_writes_alike(decoders: list[Decoder]) -> None:
-    messages = ({"role": "user", "content": "Please restart the router, then restart it again."},)
-    tasks = [Task("first", messages, 24), Task("second", messages[:1], 12)]
     told: list[tuple[int, int]] = []
-    result = compare(decoders, tasks, rounds=2, on_sample=lambda *row: told.append(row))
+    result = run(
+        decoders,
+        [_item("first", 24), _item("second", 12)],
+        rounds=2,
+        on_sample=lambda *row: told.append(row),
+    )
     assert told[0] == (0, 12)
     assert told[-1] == (12, 12)
     assert [s.decoder for s in result.samples[:3]] == ["library", "plain", "fast"]
-    assert result.require_same_text("library", "plain") > 0
-    assert result.require_same_text("plain", "fast") > 0
-    for sample in result.samples:
-        assert sample.tokens == len(sample.token_ids)
-        assert 0 < sample.time_to_first_token_s <= sample.total_s
-    table = {row.decoder: row for row in result.rows()}
+    assert require_same_text(result, "library", "plain") > 0
+    assert require_same_text(result, "plain", "fast") > 0
+    for answer in samples_as_json(result):
+        assert answer["tokens"] == len(answer["token_ids"])
+        assert 0 < answer["time_to_first_token_s"] <= answer["total_s"]
+    table = {row.decoder: row for row in rows(result)}
     assert table["library"].speed_up == 1.0
-    assert table["library"].acceptance_length is None
+    assert table["library"].acceptance_length == 1.0
     assert table["plain"].acceptance_length == 1.0
 
 
-def _sample(decoder: str, ids: tuple[int, ...], seconds: float) -> Sample:
-    return Sample(decoder, "t", 0.5, seconds, len(ids), ids, "x", 1.0)
+def _sample(decoder: str, ids: tuple[int, ...], seconds: float, number: int = 0) -> Sample:
+    answer = Answer(0.5 * seconds, seconds, len(ids), 1, len(ids) - 1, ids, "x")
+    return Sample(decoder, "t", "c", number, (answer,))
 
 
 def test_a_changed_token_fails_the_comparison() -> None:
-    result = Comparison(["a", "b"], [_sample("a", (1, 2, 3), 1.0), _sample("b", (1, 9, 3), 1.0)])
+    result = Results(["a", "b"], [_sample("a", (1, 2, 3), 1.0), _sample("b", (1, 9, 3), 1.0)])
     with pytest.raises(EngineError, match="token 1"):
-        result.require_same_text("a", "b")
-    shorter = Comparison(["a", "b"], [_sample("a", (1, 2, 3), 1.0), _sample("b", (1, 2), 1.0)])
+        require_same_text(result, "a", "b")
+    shorter = Results(["a", "b"], [_sample("a", (1, 2, 3), 1.0), _sample("b", (1, 2), 1.0)])
     with pytest.raises(EngineError, match="the end"):
-        shorter.require_same_text("a", "b")
+        require_same_text(shorter, "a", "b")
 
 
 def test_rows_are_medians_and_ratios_to_the_first() -> None:
-    samples = [_sample("a", (1, 2), s) for s in (1.0, 2.0, 8.0)]
-    samples += [_sample("b", (1, 2), s) for s in (0.5, 0.4, 0.1)]
-    slow, fast = Comparison(["a", "b"], samples).rows()
+    samples = [_sample("a", (1, 2), s, i) for i, s in enumerate((1.0, 2.0, 8.0))]
+    samples += [_sample("b", (1, 2), s, i) for i, s in enumerate((0.5, 0.4, 0.1))]
+    slow, fast = rows(Results(["a", "b"], samples))
     assert slow.tokens_per_second == 1.0
     assert fast.tokens_per_second == 5.0
     assert fast.speed_up == 5.0
+
+
+def test_a_failed_answer_fails_the_table() -> None:
+    failed = Sample("b", "t", "c", 0, (), "no room")
+    with pytest.raises(EngineError, match="b failed on 't': no room"):
+        rows(Results(["a", "b"], [_sample("a", (1, 2), 1.0), failed]))

@@ -11,7 +11,6 @@ from typing import Any
 
 from ssd_integrations.errors import EngineError, ModelLoadError
 from ssd_workers.bench.decoders import Answer, Messages
-from ssd_workers.engine.quiet import no_foreign_bars
 
 # What generate raises when a prompt or a pair of models does not suit it, or memory runs out.
 _FAILURES = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
@@ -37,6 +36,8 @@ class TransformersModel:
         """
         import torch
         from transformers import AutoModelForCausalLM
+
+        from ssd_workers.engine.quiet import no_foreign_bars
 
         try:
             with no_foreign_bars():

@@ -11,6 +11,7 @@ import typer
 
 from ssd_integrations.cli.failures import report_failures
 from ssd_workflows.demo import steps
+from ssd_workflows.demo.compare import rows, samples_as_json
 from ssd_workflows.demo.measure import Measured, measure
 from ssd_workflows.demo.screen import Screen
 from ssd_workflows.demo.worker import demo_worker
@@ -127,8 +128,8 @@ def _write_report(screen: Screen, writer: Any) -> list[steps.Section]:
 
 
 def _measured(screen: Screen, measured: Measured) -> dict[str, Any]:
-    comparison = measured.comparison
-    screen.table(comparison)
+    table = rows(measured.results)
+    screen.table(table)
     screen.dim(
         f"   {measured.description} tokens/s counts the whole call; "
         "speed-up is its ratio to the first line; medians."
@@ -141,8 +142,8 @@ def _measured(screen: Screen, measured: Measured) -> dict[str, Any]:
         screen.say(f"   {measured.skipped}")
     return {
         "comparison": {
-            "rows": [asdict(row) for row in comparison.rows()],
-            "samples": [asdict(sample) for sample in comparison.samples],
+            "rows": [asdict(row) for row in table],
+            "samples": samples_as_json(measured.results),
             "identical_texts": True,
             "tokens_compared": measured.tokens_compared,
             "skipped": measured.skipped,

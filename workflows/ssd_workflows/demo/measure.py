@@ -7,14 +7,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssd_workflows.demo.compare import (
-    Comparison,
-    Decoder,
-    EngineDecoder,
-    Task,
-    TransformersDecoder,
-    compare,
-)
+from ssd_integrations.protocol import build_speculation
+from ssd_workers.bench.decoders import Decoder, EngineDecoder
+from ssd_workers.bench.measure import Results, run
+from ssd_workers.bench.suites import Item, Turn
+from ssd_workers.bench.transformers_decoder import TransformersDecoder, TransformersModel
+from ssd_workflows.demo.compare import require_same_text
 from ssd_workflows.demo.screen import Screen
 from ssd_workflows.demo.steps import section_messages, section_names
 
@@ -31,7 +29,7 @@ _WORK_BYTES = 1_000_000_000
 class Measured:
     """A finished comparison, and under which conditions it was taken."""
 
-    comparison: Comparison
+    results: Results
     tokens_compared: int
     description: str
     skipped: str | None
@@ -53,31 +51,48 @@ def measure(screen: Screen, model: str, *, rounds: int, quick: bool) -> Measured
     folder = Path(resolve_model(model).path)
     skipped = _too_little_memory(folder)
     names = section_names()[: 1 if quick else None]
-    tasks = [Task(name, section_messages(name), 48 if quick else 96) for name in names]
+    items = [_item(name, 48 if quick else 96) for name in names]
     with LoadingBar() as bar, closing(open_backend(model=model, progress=bar)) as backend:
         (info,) = backend.models()
         decoders: list[Decoder] = [
-            EngineDecoder(AUTOREGRESSIVE, backend, model, "off"),
-            EngineDecoder(SPECULATIVE, backend, model, "ngram"),
+            EngineDecoder(AUTOREGRESSIVE, backend, model, build_speculation(mode="off")),
+            EngineDecoder(SPECULATIVE, backend, model, build_speculation(mode="ngram")),
         ]
         if skipped is None:
-            decoders.insert(0, TransformersDecoder(TRANSFORMERS, str(folder)))
+            library = TransformersModel(str(folder))
+            decoders.insert(0, TransformersDecoder(TRANSFORMERS, library))
+            bar("load model for transformers", 0, 1, "models")
+            _ = library.model
+            bar("load model for transformers", 1, 1, "models")
         bar.close()
-        comparison = _with_bar(screen, lambda tell: compare(decoders, tasks, rounds, tell))
+        results = _with_bar(
+            screen, lambda tell: run(decoders, items, rounds=rounds, on_sample=tell)
+        )
+    if results.interrupted:
+        raise KeyboardInterrupt
+    results.require_answers()
     return Measured(
-        comparison=comparison,
-        tokens_compared=comparison.require_same_text(AUTOREGRESSIVE, SPECULATIVE),
+        results=results,
+        tokens_compared=require_same_text(results, AUTOREGRESSIVE, SPECULATIVE),
         description=(
-            f"{len(tasks)} prompts, {rounds} round(s), at most {tasks[0].max_tokens} tokens each, "
+            f"{len(items)} prompts, {rounds} round(s), at most {items[0].max_tokens} tokens each, "
             f"greedy; ours in {info.dtype} on {info.device}, {torch.get_num_threads()} threads."
         ),
         skipped=skipped,
     )
 
 
-def _with_bar(
-    screen: Screen, work: Callable[[Callable[[int, int], None]], Comparison]
-) -> Comparison:
+def _item(section: str, max_tokens: int) -> Item:
+    return Item(
+        id=section.lower().replace(" ", "-"),
+        category="report-section",
+        language="en",
+        messages=tuple(Turn.model_validate(message) for message in section_messages(section)),
+        max_tokens=max_tokens,
+    )
+
+
+def _with_bar(screen: Screen, work: Callable[[Callable[[int, int], None]], Results]) -> Results:
     with screen.bars() as bars:
         task = bars.add_task("measuring", total=None, note="")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssd_integrations.cli.render import clean_for_terminal
-from ssd_workflows.demo.compare import Comparison
+from ssd_workflows.demo.compare import Row
 
 
 class Screen:
@@ -56,13 +56,13 @@ class Screen:
         ) as bars:
             yield bars
 
-    def table(self, comparison: Comparison) -> None:
+    def table(self, rows: Iterable[Row]) -> None:
         """The measured rows."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("decoding", no_wrap=True)
         for column in ("first token", "tokens/s", "acceptance length", "speed-up"):
             table.add_column(column, justify="right")
-        for row in comparison.rows():
+        for row in rows:
             length = row.acceptance_length
             table.add_row(
                 row.decoder,
