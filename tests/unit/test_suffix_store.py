@@ -92,7 +92,9 @@ def test_an_interrupted_write_costs_its_own_record_only(
     assert not aside(path)
     # The next record takes its place.
     filled(path, [[8, 9]])
+    caplog.clear()
     assert open_store(path).load() == [[1, 2, 3], [8, 9]]
+    assert not caplog.records
 
 
 def test_a_writer_that_died_meanwhile_is_noticed(path: Path) -> None:

@@ -48,6 +48,27 @@ def substrings(sequences: list[list[int]], depth: int) -> Counter[tuple[int, ...
     )
 
 
+def assert_latest(tree: SuffixTree, sequences: list[list[int]]) -> None:
+    """Every edge is a slice of the latest occurrence of its path, with the path before it."""
+    latest = {
+        tuple(s[i : i + m]): (number, i + m)
+        for number, s in enumerate(sequences)
+        for m in range(1, tree.depth + 1)
+        for i in range(len(s) - m + 1)
+    }
+    numbers = {id(tokens): i for i, tokens in enumerate([*tree._closed, tree._open])}
+
+    def visit(node: Node, path: tuple[int, ...]) -> None:
+        for child in node.children.values():
+            whole = path + edge(child)
+            end = child.start + edge_length(child)
+            assert tuple(child.tokens[end - len(whole) : end]) == whole
+            assert (numbers[id(child.tokens)], end) == latest[whole]
+            visit(child, whole)
+
+    visit(tree._root, ())
+
+
 # Appending is by far the most frequent operation, as in life.
 OPERATIONS = st.lists(
     st.one_of(*[st.integers(0, 2)] * 6, st.sampled_from(["close", "evict"])), max_size=60
@@ -91,6 +112,7 @@ def test_equals_the_list_of_sequences_in_whatever_order_it_changes(
     ]
     assert tree.num_sequences == len(closed)
     assert tree.num_tokens == sum(map(len, closed)) + len(opened)
+    assert_latest(tree, [*closed, opened])
     # Eviction leaves exactly what a fresh tree of the remaining sequences has.
     anew = fresh(depth, list(closed), opened)
     assert shape(tree) == shape(anew)

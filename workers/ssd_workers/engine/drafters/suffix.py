@@ -31,6 +31,9 @@ class SuffixDrafter:
     its probabilities, estimates how many of its tokens will stand; the best score is proposed, in
     case of a tie that of the longer match, then that of the request's own tree.
 
+    Requests share the tree of finished outputs. What one user was answered never shows in another
+    user's text, but a draft that fits makes it faster.
+
     In a request's own tree the last m tokens are counted as an occurrence after which nothing
     came. This makes a single precedent half certain.
 
@@ -43,8 +46,8 @@ class SuffixDrafter:
       store: keeps the outputs of finished requests for the next start. None keeps nothing on disk.
 
     Raises:
-      InvalidRequestError: a parameter is out of bounds.
-      SuffixStore.load's errors: the store cannot be read.
+      InvalidRequestError: a parameter is out of bounds, or the store cannot be read.
+      EngineError: the store is locked by another process.
     """
 
     name = "suffix"

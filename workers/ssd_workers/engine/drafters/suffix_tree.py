@@ -127,7 +127,7 @@ class SuffixTree:
                 self._add_leaf(node, token, at, room)
             elif node.count == child.count + 1 and len(node.children) == 1:
                 # Nothing but this suffix ends at the node: move the node along the edge.
-                self._slide(node, child, at)
+                self._slide(node, child)
                 moved.append(node)
             else:
                 moved.append(self._enter(node, child, at))
@@ -203,7 +203,7 @@ class SuffixTree:
             if node.best is not None and node.best.count == 1:
                 node.best = leaf
 
-    def _slide(self, node: Node, child: Node, at: int) -> None:
+    def _slide(self, node: Node, child: Node) -> None:
         """Move the end of ``node`` one token towards its only child."""
         if edge_length(child) == 1:
             # No suffix of the open sequence ends at the child: its longer ones are past it
@@ -215,9 +215,8 @@ class SuffixTree:
             child.start += 1
             child.length -= 1
             node.children = {child.tokens[child.start]: child}
+        # The edge has been a slice of the open sequence since this suffix came onto it.
         node.length += 1
-        node.tokens = self._open
-        node.start = at + 1 - node.length
 
     def _enter(self, node: Node, child: Node, at: int) -> Node:
         """Go from ``node`` one token into the edge to ``child``; where that ends."""
