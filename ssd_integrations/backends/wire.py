@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -116,6 +116,18 @@ def check_broker_url(url: str) -> str:
             remedy="Use redis://[user:password@]host:port/0, or rediss:// for TLS.",
         )
     return url
+
+
+def tls_options(url: str) -> dict[str, str] | None:
+    """The TLS options of a ``rediss://`` URL, certificate check on unless it says otherwise.
+
+    Celery and kombu would leave the check out by default; redis-py does not.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "rediss":
+        return None
+    given = {name: value for name, value in parse_qsl(parts.query) if name.startswith("ssl_")}
+    return {"ssl_cert_reqs": "required", **given}
 
 
 def mask_url(url: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import threading
 import time
@@ -278,6 +280,18 @@ def test_cancelled_in_the_queue_never_runs(backend: CeleryBackend, long_model: P
     assert backend.cancel(job)
     with pytest.raises(DeadlineExceededError):
         backend.result(job, timeout=0.3)
+
+
+def test_a_retry_would_draw_the_same_sample(
+    backend: CeleryBackend, broker: EmbeddedValkey, long_model: Path
+) -> None:
+    backend.submit(request(long_model, sampling=build_sampling(temperature=0.7)))
+    with client(broker.url) as redis:
+        envelope = json.loads(redis.lindex(f"ssd:{queue_name(str(long_model), 'batch')}", 0))
+    (body, _, _) = json.loads(base64.b64decode(envelope["body"]))
+    assert json.loads(body[0])["sampling"]["seed"] is not None
+    # The prompt is in the body only, not in headers that monitors show.
+    assert "router" not in json.dumps(envelope["headers"])
 
 
 def test_broker_away_is_an_error_without_the_password(long_model: Path) -> None:
