@@ -36,10 +36,15 @@ _SCHEMES = ("redis", "rediss")
 
 
 def queue_name(model: str, kind: QueueName) -> str:
-    """The Celery queue of ``model``; a readable slug and a hash that tells equal slugs apart."""
+    """The Celery queue of ``model``."""
+    return f"{model_slug(model)}.{kind}"
+
+
+def model_slug(model: str) -> str:
+    """``model`` as part of a name: readable, with a hash that tells equal slugs apart."""
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")[-40:].strip("-")
     digest = hashlib.sha256(model.encode()).hexdigest()[:8]
-    return f"{slug or 'model'}-{digest}.{kind}"
+    return f"{slug or 'model'}-{digest}"
 
 
 def stream_key(request_id: str) -> str:

@@ -88,6 +88,14 @@ def test_up_interrupted_while_loading(start_up: Up) -> None:
     assert not any(is_alive(pid) for pid in processes)
 
 
+def test_two_servers_never_share_a_folder(broker: EmbeddedValkey, tmp_path: Path) -> None:
+    with pytest.raises(BrokerUnavailableError, match="Another embedded Valkey"):
+        EmbeddedValkey(data_dir=tmp_path / "broker").start()
+    broker.stop()
+    with EmbeddedValkey(data_dir=tmp_path / "broker") as again:
+        assert again.pid is not None
+
+
 def test_up_on_a_taken_port_says_so(
     run_ssd: RunSSD, broker: EmbeddedValkey, tmp_path: Path
 ) -> None:
