@@ -313,6 +313,23 @@ def test_broker_away_is_an_error_without_the_password(long_model: Path) -> None:
         backend.models()
 
 
+def test_a_user_without_rights_is_told(broker: EmbeddedValkey, long_model: Path) -> None:
+    with client(broker.url) as redis:
+        redis.execute_command("ACL", "SETUSER", "guest", "on", ">pw", "~other:*", "+@all")
+    backend = CeleryBackend(broker.url.replace("redis://", "redis://guest:pw@"))
+    with pytest.raises(BrokerUnavailableError, match="refused a command") as caught:
+        list(backend.generate(request(long_model)))
+    assert "~ssd:*" in caught.value.remedy
+    wrong = CeleryBackend(broker.url.replace("redis://", "redis://guest:no@"))
+    with pytest.raises(BrokerUnavailableError):
+        wrong.models()
+
+
+def test_an_unknown_host_is_an_error(long_model: Path) -> None:
+    with pytest.raises(BrokerUnavailableError, match="no-such-host"):
+        list(CeleryBackend("redis://no-such-host.invalid:6379/0").generate(request(long_model)))
+
+
 @pytest.mark.parametrize("url", ["amqp://host", "localhost:6379", "redis://", ""])
 def test_other_urls_are_refused_at_once(url: str) -> None:
     with pytest.raises(InvalidRequestError, match="not a Redis URL"):
