@@ -282,6 +282,7 @@ def test_a_broker_that_crashes_and_returns_loses_nothing(tmp_path: Path, long_mo
         time.sleep(1.2)  # the append-only file is synced every second
         assert first.pid is not None
         os.kill(first.pid, signal.SIGKILL)
+        first.stop()
         time.sleep(2.0)
         with EmbeddedValkey(port=port, data_dir=tmp_path / "broker"):
             texts = {reader.finish().text for reader in readers}
