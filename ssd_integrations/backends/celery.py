@@ -105,11 +105,14 @@ class CeleryBackend:
 
     async def agenerate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """Like :meth:`generate`, without blocking the event loop."""
-        request = await self._asend(request)
+        request = await self._aregister(request)
         cursor = StreamCursor(request.request_id)
         watch = self._watch(request.queue_timeout_s, request.timeout_s)
         self._note_running(request.request_id)
         try:
+            # Celery publishes with blocking sockets only. A task cancelled meanwhile leaves the
+            # thread sending; the mark of the cancellation is there before a worker takes it.
+            await asyncio.to_thread(self._sender.send, request)
             async for event in self._source.aread(cursor, watch, request.model):
                 yield event
         finally:
@@ -221,7 +224,7 @@ class CeleryBackend:
         self._sender.send(request)
         return request
 
-    async def _asend(self, request: GenerationRequest) -> GenerationRequest:
+    async def _aregister(self, request: GenerationRequest) -> GenerationRequest:
         self._check_open()
         request = with_fixed_seed(request)
         keys, arguments = register_arguments(request)
@@ -231,8 +234,6 @@ class CeleryBackend:
                 client.eval(REGISTER_SCRIPT, len(keys), *keys, *arguments)
             )
         check_registered(request.request_id, reply)
-        # Celery publishes with blocking sockets only.
-        await asyncio.to_thread(self._sender.send, request)
         return request
 
     def _state(self, request_id: str) -> RequestState:

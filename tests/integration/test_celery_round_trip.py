@@ -28,6 +28,7 @@ from ssd_integrations.protocol import (
     DeltaEvent,
     Event,
     FinishedEvent,
+    GenerationRequest,
     StartedEvent,
     build_sampling,
 )
@@ -200,6 +201,38 @@ def test_cancelling_an_async_task_cancels_the_request(
 
     asyncio.run(run_and_cancel())
     assert shared_backend.result(sent.request_id, timeout=5).finish_reason == "cancelled"
+
+
+def test_cancelling_while_the_task_is_being_sent(
+    shared_backend: CeleryBackend, long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is published after the cancellation, and still nobody decodes for nobody."""
+    sent = request(long_model, max_tokens=LONG)
+    entered, go_on = threading.Event(), threading.Event()
+    original = shared_backend._sender.send
+
+    def slow(req: GenerationRequest) -> None:
+        entered.set()
+        go_on.wait(10)
+        original(req)
+
+    monkeypatch.setattr(shared_backend._sender, "send", slow)
+
+    async def run_and_cancel() -> None:
+        async def read() -> None:
+            async for _ in shared_backend.agenerate(sent):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(entered.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    asyncio.run(run_and_cancel())
+    with pytest.raises(RequestCancelledError, match="in the queue"):
+        shared_backend.result(sent.request_id, timeout=10)
 
 
 def test_cancel_knows_running_from_unknown(shared_backend: CeleryBackend, long_model: Path) -> None:
