@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -75,9 +76,17 @@ def summary(model: str, pairs: list[tuple[float, float]]) -> dict[str, object]:
 @contextlib.contextmanager
 def _worker(arguments: argparse.Namespace) -> Iterator[str]:
     command = [sys.executable, "-m", "ssd_integrations.cli", "up", "--json"]
-    command += ["--model", arguments.model, "--max-num-seqs", "4"]
+    command += ["--model", arguments.model, "--max-num-seqs", "4", "--port", "0"]
     if arguments.dtype is not None:
         command += ["--dtype", arguments.dtype]
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["--data-dir", folder]
+        with _running(command) as broker_url:
+            yield broker_url
+
+
+@contextlib.contextmanager
+def _running(command: list[str]) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

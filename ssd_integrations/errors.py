@@ -172,7 +172,7 @@ class AttemptsExhaustedError(SSDError):
     """Every worker that took the request died while it ran."""
 
     code = "attempts_exhausted"
-    default_remedy = "Look at the worker's log for the cause (often memory) before sending it again."
+    default_remedy = "Look at the worker's log for the cause (often memory), then send it again."
 
 
 class RequestCancelledError(SSDError):

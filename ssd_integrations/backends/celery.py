@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from ssd_integrations.backends.submission import (
     RequestState,
     cancel_arguments,
     check_registered,
-    describe_workers,
     live_workers,
     parse_state,
     register_arguments,
@@ -27,7 +25,6 @@ from ssd_integrations.backends.wire import (
     WorkerRecord,
     check_broker_url,
     state_key,
-    stream_key,
     worker_key,
 )
 from ssd_integrations.errors import (
@@ -35,17 +32,17 @@ from ssd_integrations.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     MissingExtraError,
-    WorkerUnavailableError,
 )
 from ssd_integrations.protocol import Event, FinishedEvent, GenerationRequest, ModelInfo
 
 try:
-    from ssd_integrations.backends.redis_clients import TRANSIENT_ERRORS, RedisClients
+    from ssd_integrations.backends.redis_clients import RedisClients
+    from ssd_integrations.backends.stream_source import StreamSource
     from ssd_integrations.backends.task_sender import TaskSender
 except ImportError as error:
     raise MissingExtraError.for_extra("The Celery backend", "celery") from error
 
-from ssd_integrations.backends.stream_reader import Entry, StreamCursor, StreamWatch
+from ssd_integrations.backends.stream_reader import StreamCursor, StreamWatch
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +75,7 @@ class CeleryBackend:
         check_broker_url(broker_url)
         self._clients = RedisClients(broker_url, connect_timeout_s=connect_timeout_s)
         self._sender = TaskSender(broker_url, connect_timeout_s=connect_timeout_s)
+        self._source = StreamSource(self._clients, self.workers)
         self._reconnect_timeout_s = reconnect_timeout_s
         self._lock = threading.Lock()
         self._running: set[str] = set()
@@ -99,7 +97,7 @@ class CeleryBackend:
         watch = self._watch(request.queue_timeout_s, request.timeout_s)
         self._note_running(request.request_id)
         try:
-            yield from self._read(cursor, watch, request.model)
+            yield from self._source.read(cursor, watch, request.model)
         finally:
             self._forget_running(request.request_id)
             if not cursor.finished:
@@ -107,12 +105,15 @@ class CeleryBackend:
 
     async def agenerate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """Like :meth:`generate`, without blocking the event loop."""
-        request = await self._asend(request)
+        request = await self._aregister(request)
         cursor = StreamCursor(request.request_id)
         watch = self._watch(request.queue_timeout_s, request.timeout_s)
         self._note_running(request.request_id)
         try:
-            async for event in self._aread(cursor, watch, request.model):
+            # Celery publishes with blocking sockets only. A task cancelled meanwhile leaves the
+            # thread sending; the mark of the cancellation is there before a worker takes it.
+            await asyncio.to_thread(self._sender.send, request)
+            async for event in self._source.aread(cursor, watch, request.model):
                 yield event
         finally:
             self._forget_running(request.request_id)
@@ -146,7 +147,7 @@ class CeleryBackend:
         """
         state = self._state(request_id)
         watch = self._watch(state.queue_timeout_s, state.timeout_s)
-        yield from self._read(StreamCursor(request_id), watch, state.model)
+        yield from self._source.read(StreamCursor(request_id), watch, state.model)
 
     def result(self, request_id: str, timeout: float | None = None) -> FinishedEvent:
         """Wait for the end of a submitted job.
@@ -158,7 +159,7 @@ class CeleryBackend:
         state = self._state(request_id)
         limits = [limit for limit in (timeout, state.timeout_s) if limit is not None]
         watch = self._watch(state.queue_timeout_s, min(limits, default=None))
-        for event in self._read(StreamCursor(request_id), watch, state.model):
+        for event in self._source.read(StreamCursor(request_id), watch, state.model):
             if isinstance(event, FinishedEvent):
                 return event
         raise DeadlineExceededError(f"Request {request_id} has not finished.")
@@ -223,7 +224,7 @@ class CeleryBackend:
         self._sender.send(request)
         return request
 
-    async def _asend(self, request: GenerationRequest) -> GenerationRequest:
+    async def _aregister(self, request: GenerationRequest) -> GenerationRequest:
         self._check_open()
         request = with_fixed_seed(request)
         keys, arguments = register_arguments(request)
@@ -233,8 +234,6 @@ class CeleryBackend:
                 client.eval(REGISTER_SCRIPT, len(keys), *keys, *arguments)
             )
         check_registered(request.request_id, reply)
-        # Celery publishes with blocking sockets only.
-        await asyncio.to_thread(self._sender.send, request)
         return request
 
     def _state(self, request_id: str) -> RequestState:
@@ -242,60 +241,6 @@ class CeleryBackend:
         with self._clients.translated_errors():
             reply = self._clients.sync().eval(STATE_SCRIPT, 1, state_key(request_id))
         return parse_state(request_id, reply)
-
-    # Reading ------------------------------------------------------------------------------
-
-    def _read(self, cursor: StreamCursor, watch: StreamWatch, model: str) -> Iterator[Event]:
-        key = stream_key(cursor.request_id)
-        while not cursor.finished:
-            try:
-                reply = self._clients.sync().xread(
-                    {key: cursor.last_id}, count=512, block=_block_ms(watch, cursor)
-                )
-            except TRANSIENT_ERRORS as error:
-                pause_s = watch.lost()
-                if pause_s is None:
-                    raise self._clients.unavailable(error) from error
-                time.sleep(pause_s)
-                continue
-            entries = _entries(reply)
-            watch.heard(bool(entries))
-            yield from cursor.feed(entries)
-            watch.check_deadline(cursor)
-            if not entries:
-                if watch.queue_deadline_passed(cursor):
-                    raise _no_worker(cursor.request_id, model, watch, self.workers())
-                if watch.should_look_for_worker(cursor):
-                    _check_abandoned(cursor, watch, model, self.workers())
-
-    async def _aread(
-        self, cursor: StreamCursor, watch: StreamWatch, model: str
-    ) -> AsyncIterator[Event]:
-        key = stream_key(cursor.request_id)
-        client = self._clients.of_running_loop()
-        while not cursor.finished:
-            try:
-                reply = await self._clients.call(
-                    client.xread({key: cursor.last_id}, count=512, block=_block_ms(watch, cursor))
-                )
-            except TRANSIENT_ERRORS as error:
-                pause_s = watch.lost()
-                if pause_s is None:
-                    raise self._clients.unavailable(error) from error
-                await asyncio.sleep(pause_s)
-                continue
-            entries = _entries(reply)
-            watch.heard(bool(entries))
-            for event in cursor.feed(entries):
-                yield event
-            watch.check_deadline(cursor)
-            if not entries:
-                if watch.queue_deadline_passed(cursor):
-                    workers = await asyncio.to_thread(self.workers)
-                    raise _no_worker(cursor.request_id, model, watch, workers)
-                if watch.should_look_for_worker(cursor):
-                    workers = await asyncio.to_thread(self.workers)
-                    _check_abandoned(cursor, watch, model, workers)
 
     # Bookkeeping --------------------------------------------------------------------------
 
@@ -333,34 +278,5 @@ class CeleryBackend:
             logger.warning("Request %s could not be cancelled: %s", request_id, error)
 
 
-def _block_ms(watch: StreamWatch, cursor: StreamCursor) -> int:
-    return max(1, int(watch.block_s(cursor) * 1000))
-
-
 def _text(raw: bytes | str) -> str:
     return raw.decode() if isinstance(raw, bytes) else raw
-
-
-def _entries(reply: Any) -> list[Entry]:
-    """The entries of the one stream in an XREAD reply (RESP2: ``[[key, entries]]``)."""
-    return reply[0][1] if reply else []
-
-
-def _no_worker(
-    request_id: str, model: str, watch: StreamWatch, workers: list[WorkerRecord]
-) -> WorkerUnavailableError:
-    return WorkerUnavailableError(
-        f"No worker of model {model!r} took request {request_id} within "
-        f"{watch.queue_timeout_s:g} s. {describe_workers(model, workers)}"
-    )
-
-
-def _check_abandoned(
-    cursor: StreamCursor, watch: StreamWatch, model: str, workers: list[WorkerRecord]
-) -> None:
-    alive = any(worker.queue_model == model for worker in workers)
-    if watch.worker_seen(alive):
-        raise WorkerUnavailableError(
-            f"The worker of model {model!r} that ran request {cursor.request_id} is gone, and no "
-            f"other came within {watch.queue_timeout_s:g} s. {describe_workers(model, workers)}"
-        )

@@ -20,8 +20,9 @@ from ssd_integrations.errors import BrokerUnavailableError
 
 T = TypeVar("T")
 
-#: What redis-py raises while the server is away, starting or being replaced.
-TRANSIENT_ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError)
+#: What redis-py raises while the server is away, starting or being replaced. Not OSError: our
+#: own BrokerUnavailableError is one, and redis-py turns those of sockets into its own.
+TRANSIENT_ERRORS = (redis.ConnectionError, redis.TimeoutError)
 
 #: Longest wait for one answer; above the longest XREAD BLOCK, or that call would time out.
 _SOCKET_TIMEOUT_S = 10.0
@@ -109,9 +110,20 @@ class RedisClients:
           BrokerUnavailableError: the server is away or refuses the credentials.
         """
         try:
-            yield
+            with self.refusals_translated():
+                yield
         except TRANSIENT_ERRORS as error:
             raise self.unavailable(error) from error
+
+    @contextlib.contextmanager
+    def refusals_translated(self) -> Iterator[None]:
+        """Turn an error that the server answers with into ours; lost connections pass.
+
+        Raises:
+          BrokerUnavailableError: the server refuses the command.
+        """
+        try:
+            yield
         except redis.ResponseError as error:
             raise BrokerUnavailableError(
                 f"The broker {self.masked_url} refused a command: {error}.",

@@ -172,11 +172,12 @@ class StreamWatch:
         """Whether no worker took the request in time."""
         return not cursor.taken and time.monotonic() >= self._queue_deadline
 
-    def should_look_for_worker(self, cursor: StreamCursor) -> bool:
-        """Whether a taken request has been silent for long enough to ask for its workers."""
-        return cursor.taken and time.monotonic() - self._heard_at >= IDLE_CHECK_S
+    def needs_workers(self, cursor: StreamCursor) -> bool:
+        """Whether it is time to look for workers: not taken in time, or silent for long."""
+        silent = cursor.taken and time.monotonic() - self._heard_at >= IDLE_CHECK_S
+        return silent or self.queue_deadline_passed(cursor)
 
-    def worker_seen(self, alive: bool) -> bool:
+    def worker_missing(self, alive: bool) -> bool:
         """Note whether a worker of the model is there; True once none was for too long."""
         now = time.monotonic()
         if alive:

@@ -10,7 +10,13 @@ import kombu.exceptions
 from celery import Celery
 
 from ssd_integrations.backends.redis_clients import TRANSIENT_ERRORS
-from ssd_integrations.backends.wire import KEY_PREFIX, TASK_NAME, mask_url, queue_name
+from ssd_integrations.backends.wire import (
+    KEY_PREFIX,
+    TASK_NAME,
+    mask_url,
+    queue_name,
+    tls_options,
+)
 from ssd_integrations.errors import BrokerUnavailableError
 from ssd_integrations.protocol import GenerationRequest
 
@@ -84,6 +90,7 @@ class TaskSender:
         }
         app.conf.update(
             broker_transport_options=options,
+            broker_use_ssl=tls_options(self._broker_url),
             task_serializer="json",
             accept_content=["json"],
             task_ignore_result=True,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -36,10 +36,15 @@ _SCHEMES = ("redis", "rediss")
 
 
 def queue_name(model: str, kind: QueueName) -> str:
-    """The Celery queue of ``model``; a readable slug and a hash that tells equal slugs apart."""
+    """The Celery queue of ``model``."""
+    return f"{model_slug(model)}.{kind}"
+
+
+def model_slug(model: str) -> str:
+    """``model`` as part of a name: readable, with a hash that tells equal slugs apart."""
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")[-40:].strip("-")
     digest = hashlib.sha256(model.encode()).hexdigest()[:8]
-    return f"{slug or 'model'}-{digest}.{kind}"
+    return f"{slug or 'model'}-{digest}"
 
 
 def stream_key(request_id: str) -> str:
@@ -116,6 +121,18 @@ def check_broker_url(url: str) -> str:
             remedy="Use redis://[user:password@]host:port/0, or rediss:// for TLS.",
         )
     return url
+
+
+def tls_options(url: str) -> dict[str, str] | None:
+    """The TLS options of a ``rediss://`` URL, certificate check on unless it says otherwise.
+
+    Celery and kombu would leave the check out by default; redis-py does not.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "rediss":
+        return None
+    given = {name: value for name, value in parse_qsl(parts.query) if name.startswith("ssl_")}
+    return {"ssl_cert_reqs": "required", **given}
 
 
 def mask_url(url: str) -> str:

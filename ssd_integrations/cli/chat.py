@@ -96,6 +96,8 @@ def chat(
             talk = Conversation(system)
             wanted.request(model, messages=talk.messages("Hello"))
         with LoadingBar() as bar, open_session(engine, bar) as backend:
+            for info in backend.models():
+                note(f"{info.name}: {info.architecture}, {info.dtype} on {info.device}")
             note(_HELP)
             while (line := _read_line()) is not None:
                 if not _command(talk, line):

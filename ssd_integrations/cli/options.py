@@ -175,10 +175,11 @@ class RequestOptions:
         """
         limits = {}
         if self.timeout_s is not None:
-            # Nobody who gives 5 seconds wants to wait a minute for a free worker.
+            # Nobody who gives 5 seconds wants to wait a minute for a free worker; and the queue's
+            # deadline comes first, so that "nobody serves this model" is told as such.
             limits = {
                 "timeout_s": self.timeout_s,
-                "queue_timeout_s": min(self.timeout_s, _DEFAULT_QUEUE_TIMEOUT_S),
+                "queue_timeout_s": min(0.9 * self.timeout_s, _DEFAULT_QUEUE_TIMEOUT_S),
             }
         return build_request(
             model=model,

@@ -27,8 +27,14 @@ from ssd_integrations.cli.worker import (
 def up(
     model: opt.Model = "demo",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the broker; 0 takes a free one.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of the broker; 0 takes a free one.",
+            show_default="6379, or a free one",
+        ),
+    ] = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(
@@ -82,7 +88,7 @@ def up(
         from ssd_workers.embedded import EmbeddedValkey, default_data_dir
         from ssd_workers.supervisor import Supervisor
 
-        folder = data_dir if data_dir is not None else default_data_dir()
+        folder = data_dir if data_dir is not None else default_data_dir(model)
         with EmbeddedValkey(port=port, data_dir=folder) as broker:
             settings = settings.model_copy(update={"broker_url": broker.url})
             url = broker.url

@@ -128,9 +128,8 @@ def worker(
                 grace_s=grace_s,
                 visibility_timeout_s=visibility_timeout_s,
             )
-        from ssd_workers.supervisor import Supervisor
-
         from ssd_integrations.backends.wire import mask_url
+        from ssd_workers.supervisor import Supervisor
 
         def ready(pid: int) -> None:
             print(

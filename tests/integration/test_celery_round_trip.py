@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import threading
 import time
@@ -26,6 +28,7 @@ from ssd_integrations.protocol import (
     DeltaEvent,
     Event,
     FinishedEvent,
+    GenerationRequest,
     StartedEvent,
     build_sampling,
 )
@@ -200,6 +203,38 @@ def test_cancelling_an_async_task_cancels_the_request(
     assert shared_backend.result(sent.request_id, timeout=5).finish_reason == "cancelled"
 
 
+def test_cancelling_while_the_task_is_being_sent(
+    shared_backend: CeleryBackend, long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is published after the cancellation, and still nobody decodes for nobody."""
+    sent = request(long_model, max_tokens=LONG)
+    entered, go_on = threading.Event(), threading.Event()
+    original = shared_backend._sender.send
+
+    def slow(req: GenerationRequest) -> None:
+        entered.set()
+        go_on.wait(10)
+        original(req)
+
+    monkeypatch.setattr(shared_backend._sender, "send", slow)
+
+    async def run_and_cancel() -> None:
+        async def read() -> None:
+            async for _ in shared_backend.agenerate(sent):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(entered.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    asyncio.run(run_and_cancel())
+    with pytest.raises(RequestCancelledError, match="in the queue"):
+        shared_backend.result(sent.request_id, timeout=10)
+
+
 def test_cancel_knows_running_from_unknown(shared_backend: CeleryBackend, long_model: Path) -> None:
     sent = request(long_model, max_tokens=LONG)
     stream = shared_backend.generate(sent)
@@ -280,6 +315,18 @@ def test_cancelled_in_the_queue_never_runs(backend: CeleryBackend, long_model: P
         backend.result(job, timeout=0.3)
 
 
+def test_a_retry_would_draw_the_same_sample(
+    backend: CeleryBackend, broker: EmbeddedValkey, long_model: Path
+) -> None:
+    backend.submit(request(long_model, sampling=build_sampling(temperature=0.7)))
+    with client(broker.url) as redis:
+        envelope = json.loads(redis.lindex(f"ssd:{queue_name(str(long_model), 'batch')}", 0))
+    (body, _, _) = json.loads(base64.b64decode(envelope["body"]))
+    assert json.loads(body[0])["sampling"]["seed"] is not None
+    # The prompt is in the body only, not in headers that monitors show.
+    assert "router" not in json.dumps(envelope["headers"])
+
+
 def test_broker_away_is_an_error_without_the_password(long_model: Path) -> None:
     backend = CeleryBackend("redis://app:s3cret@127.0.0.1:1/0")
     started = time.monotonic()
@@ -297,6 +344,23 @@ def test_broker_away_is_an_error_without_the_password(long_model: Path) -> None:
         asyncio.run(run())
     with pytest.raises(BrokerUnavailableError):
         backend.models()
+
+
+def test_a_user_without_rights_is_told(broker: EmbeddedValkey, long_model: Path) -> None:
+    with client(broker.url) as redis:
+        redis.execute_command("ACL", "SETUSER", "guest", "on", ">pw", "~other:*", "+@all")
+    backend = CeleryBackend(broker.url.replace("redis://", "redis://guest:pw@"))
+    with pytest.raises(BrokerUnavailableError, match="refused a command") as caught:
+        list(backend.generate(request(long_model)))
+    assert "~ssd:*" in caught.value.remedy
+    wrong = CeleryBackend(broker.url.replace("redis://", "redis://guest:no@"))
+    with pytest.raises(BrokerUnavailableError):
+        wrong.models()
+
+
+def test_an_unknown_host_is_an_error(long_model: Path) -> None:
+    with pytest.raises(BrokerUnavailableError, match="no-such-host"):
+        list(CeleryBackend("redis://no-such-host.invalid:6379/0").generate(request(long_model)))
 
 
 @pytest.mark.parametrize("url", ["amqp://host", "localhost:6379", "redis://", ""])

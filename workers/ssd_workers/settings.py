@@ -6,12 +6,16 @@ import os
 import socket
 import uuid
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from kombu import Queue
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ssd_integrations.backends.wire import KEY_PREFIX, check_broker_url, queue_name
+from ssd_integrations.backends.wire import (
+    KEY_PREFIX,
+    check_broker_url,
+    queue_name,
+    tls_options,
+)
 from ssd_integrations.errors import InvalidRequestError
 from ssd_integrations.protocol import describe_validation_error
 from ssd_workers.engine.config import EngineConfig
@@ -115,9 +119,11 @@ def celery_configuration(settings: WorkerSettings) -> dict[str, Any]:
     return {
         "broker_url": settings.broker_url,
         "broker_transport_options": transport,
+        "broker_use_ssl": tls_options(settings.broker_url),
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
-        "result_backend": _with_certificate_check(settings.broker_url),
+        "result_backend": settings.broker_url,
+        "redis_backend_use_ssl": tls_options(settings.broker_url),
         "result_backend_transport_options": {"global_keyprefix": KEY_PREFIX},
         "result_expires": 3600,
         "task_ignore_result": True,
@@ -142,12 +148,3 @@ def celery_configuration(settings: WorkerSettings) -> dict[str, Any]:
         "worker_enable_prefetch_count_reduction": False,
         "include": ["ssd_workers.tasks"],
     }
-
-
-def _with_certificate_check(url: str) -> str:
-    """Celery's Redis results want the certificate policy spelled out for TLS."""
-    parts = urlsplit(url)
-    if parts.scheme != "rediss" or "ssl_cert_reqs" in parse_qs(parts.query):
-        return url
-    query = f"{parts.query}&" if parts.query else ""
-    return parts._replace(query=f"{query}ssl_cert_reqs=required").geturl()

@@ -12,15 +12,17 @@ from ssd_workers.runtime import Delivery, HandBack
 
 
 @app.task(name=TASK_NAME, bind=True, ignore_result=True)  # type: ignore[untyped-decorator]
-def generate(task: Any, request_json: str) -> None:
-    """Run the request ``request_json`` on this process's engine.
+def generate(task: Any, *arguments: object, **options: object) -> None:
+    """Run a request, given as its JSON text, on this process's engine.
 
+    Other arguments are accepted and refused by the runtime, so that the sender learns of it.
     The message is acknowledged when this returns: after the last entry is on the stream.
     """
     message = task.request
+    body = arguments[0] if len(arguments) == 1 and not options else None
     delivery = Delivery(
         request_id=message.id,
-        body=request_json,
+        body=body if isinstance(body, str) else "",
         delivery_tag=message.properties["delivery_tag"],
         redelivered=bool(message.delivery_info.get("redelivered")),
     )

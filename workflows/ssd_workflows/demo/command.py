@@ -20,7 +20,7 @@ _MODEL = "demo"
 _REPLY_TOKENS = 140
 _COMPLETION_TOKENS = 40
 _SECTION_TOKENS = 240
-_SECTION_WORDS = 75
+_SECTION_WORDS = 70
 
 _CHANGES = """\
 from ssd_integrations import ChatSSD

@@ -48,9 +48,9 @@ SALES: dict[str, dict[str, tuple[int, int, int]]] = {
 }
 
 SECTION_INSTRUCTIONS = """\
-You write one section of a quarterly sales report for the management: one paragraph of plain \
-prose in full sentences. Report the facts in the given order, with their exact names and figures. \
-Add no fact, no heading and no conclusion of your own."""
+You write one section of a quarterly sales report for the management: plain prose in full \
+sentences, one paragraph per region, no list and no heading. Report every figure with its month, \
+exactly as given. Add no conclusion of your own."""
 
 _BOTH = "Both regions"
 _PLACE_OR_FIGURE = re.compile(
@@ -60,25 +60,24 @@ _PLACE_OR_FIGURE = re.compile(
 )
 
 
-def facts(section: str) -> dict[str, list[str]]:
-    """The facts of one section by region, every figure computed from :data:`SALES`."""
-    rows = SALES[section]
-    found = {}
-    for region, amounts in rows.items():
-        months = ", ".join(
-            f"{amount:,} euros in {month}" for month, amount in zip(MONTHS, amounts, strict=True)
+def facts(section: str) -> dict[str, str]:
+    """The table's row for each region and for both; all but the sales themselves is computed."""
+    rows = dict(SALES[section])
+    july, august, september = (sum(month) for month in zip(*rows.values(), strict=True))
+    rows[_BOTH] = (july, august, september)
+    return {
+        region: " | ".join(
+            [region, *(f"{amount:,} euros" for amount in amounts), _change(amounts[0], amounts[-1])]
         )
-        change = _change(amounts[0], amounts[-1])
-        found[region] = [f"{region}: {months}", f"{region}: September is {change} July"]
-    total = sum(sum(amounts) for amounts in rows.values())
-    found[_BOTH] = [f"{_BOTH}, third quarter: {total:,} euros"]
-    return found
+        for region, amounts in rows.items()
+    }
 
 
 def section_prompt(section: str) -> str:
     """The user message that asks for one section."""
-    listing = "\n".join(f"- {line}" for lines in facts(section).values() for line in lines)
-    return f"Section: {section}\n\nSales facts:\n{listing}"
+    head = " | ".join(["Region", *MONTHS, f"{MONTHS[-1]} against {MONTHS[0]}"])
+    table = "\n".join(f"| {row} |" for row in (head, *facts(section).values()))
+    return f"{section}, sales by region:\n{table}"
 
 
 def misplaced_figures(section: str, text: str) -> list[str]:
@@ -86,7 +85,7 @@ def misplaced_figures(section: str, text: str) -> list[str]:
 
     A figure belongs to the region named last before it (to both of them where both are).
     """
-    known = {region: _figures(" ".join(lines)) for region, lines in facts(section).items()}
+    known = {region: _figures(row) for region, row in facts(section).items()}
     region = _BOTH
     wrong = []
     for word in _PLACE_OR_FIGURE.finditer(text):
@@ -100,8 +99,7 @@ def misplaced_figures(section: str, text: str) -> list[str]:
 
 
 def _change(first: int, last: int) -> str:
-    word = "above" if last >= first else "below"
-    return f"{abs(last - first) / first * 100:.1f} percent {word}"
+    return f"{(last - first) / first * 100:+.1f} percent"
 
 
 def _figures(text: str) -> list[str]:
