@@ -9,7 +9,7 @@ import pytest
 
 from ssd_integrations.protocol import SamplingParams
 from ssd_workers.engine.drafters.base import Drafter, DraftView
-from ssd_workers.engine.drafters.hybrid import Earnings, HybridDrafter
+from ssd_workers.engine.drafters.hybrid import Earnings, HybridDrafter, _Given
 from ssd_workers.engine.drafters.ngram import NgramDrafter
 from ssd_workers.engine.drafters.suffix import SuffixDrafter
 
@@ -54,23 +54,47 @@ class Scripted:
         self.forgotten.append(request_id)
 
 
-def teach(hybrid: HybridDrafter, other: Drafter, accepted: int, times: int = 300) -> None:
-    """Make ``other`` a drafter that usually earns ``accepted`` tokens."""
-    for _ in range(times):
-        hybrid._last["teach"] = other
-        hybrid.observe("teach", 8, accepted)
+def teach(hybrid: HybridDrafter, accepted: int, *, suffix: bool) -> None:
+    """Let drafts of four tokens, with the suffix drafter's present score, earn ``accepted``."""
+    drafter = hybrid._suffix if suffix else hybrid._other
+    assert isinstance(drafter, Scripted)
+    hybrid._given["teach"] = _Given(drafter, drafter.score / 4)
+    for _ in range(3_000):
+        hybrid.observe("teach", 4, accepted)
 
 
 def test_the_model_drafts_where_the_suffix_promises_less_than_it_usually_earns() -> None:
     suffix, model = Scripted("suffix", 1, 3.0), Scripted("model", 2)
     hybrid = HybridDrafter(suffix, model=model)
-    teach(hybrid, model, 2)
+    teach(hybrid, 3, suffix=True)
+    assert hybrid.trust == pytest.approx(1.0, abs=0.01)
+    teach(hybrid, 2, suffix=False)
+    assert hybrid.usual == pytest.approx(2.0, abs=0.01)
     assert hybrid.propose([View([0])], [3]) == [[1, 1, 1]]
-    teach(hybrid, model, 4)
+    teach(hybrid, 4, suffix=False)
     assert hybrid.propose([View([0])], [3]) == [[2, 2, 2]]
     # As much as usual is enough: the suffix draft costs nothing.
-    suffix.score = hybrid.usual(model)
+    suffix.score = hybrid.usual / hybrid.trust * (1 + 1e-9)
     assert hybrid.propose([View([0])], [3]) == [[1, 1, 1]]
+
+
+def test_scores_that_promise_too_much_are_trusted_less() -> None:
+    suffix, model = Scripted("suffix", 1, 3.9), Scripted("model", 2)
+    hybrid = HybridDrafter(suffix, model=model)
+    teach(hybrid, 4, suffix=True)
+    assert hybrid.propose([View([0])], [3]) == [[1, 1, 1]]
+    teach(hybrid, 1, suffix=True)
+    assert hybrid.trust == pytest.approx(1 / 3.9, rel=0.01)
+    assert hybrid.propose([View([0])], [3]) == [[2, 2, 2]]
+
+
+def test_a_draft_that_the_engine_cut_short_promised_less() -> None:
+    suffix = Scripted("suffix", 1, 4.0)
+    hybrid = HybridDrafter(suffix)
+    hybrid.propose([View([0])], [4])
+    for _ in range(2_000):
+        hybrid.observe("r", 2, 2)
+    assert hybrid.trust == pytest.approx(1.0, abs=0.01)
 
 
 def test_the_model_is_run_for_the_rows_that_need_it() -> None:
@@ -118,19 +142,20 @@ def test_what_became_of_a_draft_goes_to_its_drafter() -> None:
     hybrid.propose([View([0], "a")], [2])
     suffix.score = 0.0
     hybrid.propose([View([0], "b")], [2])
-    before = hybrid.usual(model)
+    usual, trust = hybrid.usual, hybrid.trust
     hybrid.observe("a", 2, 2)
     assert (suffix.observed, model.observed) == ([("a", 2, 2)], [])
-    assert hybrid.usual(model) == before
-    assert hybrid.usual(suffix) == before  # Two of two: as believed before.
+    assert hybrid.usual == usual
+    assert hybrid.trust < trust
+    trust = hybrid.trust
     hybrid.observe("b", 2, 0)
     assert model.observed == [("b", 2, 0)]
-    assert hybrid.usual(model) < before
+    assert hybrid.usual < usual
     # A step without a draft says nothing about drafts.
-    usual = hybrid.usual(model)
+    usual = hybrid.usual
     hybrid.observe("b", 0, 0)
     hybrid.observe("unknown", 5, 5)
-    assert hybrid.usual(model) == usual
+    assert (hybrid.usual, hybrid.trust) == (usual, trust)
 
 
 def test_forget_reaches_everybody() -> None:
@@ -139,19 +164,21 @@ def test_forget_reaches_everybody() -> None:
     hybrid.propose([View([0], "a")], [2])
     hybrid.forget("a")
     assert suffix.forgotten == model.forgotten == ["a"]
-    assert not hybrid._last
+    assert not hybrid._given
     hybrid.observe("a", 2, 2)
     assert suffix.observed == model.observed == []
 
 
-def test_earnings_are_a_mean_that_follows() -> None:
+def test_earnings_are_means_that_follow() -> None:
     earnings = Earnings()
     for _ in range(2_000):
-        earnings.add(5)
+        earnings.add(5, 10.0)
     assert earnings.mean == pytest.approx(5.0, abs=0.01)
+    assert earnings.trust == pytest.approx(0.5, abs=0.01)
     for _ in range(400):
-        earnings.add(1)
+        earnings.add(1, 1.0)
     assert earnings.mean == pytest.approx(1.0, abs=0.6)
+    assert earnings.trust > 0.6
 
 
 def test_with_the_real_drafters() -> None:

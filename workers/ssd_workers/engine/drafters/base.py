@@ -68,5 +68,7 @@ class ScoredDrafter(Drafter, Protocol):
     def propose_scored(
         self, sequences: Sequence[DraftView], max_tokens: Sequence[int]
     ) -> list[tuple[list[int], float]]:
-        """Drafts as of :meth:`propose`, each with how many of its tokens will probably stand."""
+        """Drafts as of :meth:`propose`, each with a score: an estimate, in tokens, of how many of
+        it will stand. Scores of one drafter compare; how far to trust them must be measured.
+        """
         ...

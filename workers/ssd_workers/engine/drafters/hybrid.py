@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ssd_workers.engine.drafters.base import Drafter, DraftView, ScoredDrafter
 
-# What a drafter is believed to earn before it was tried, in tokens per draft, and how many drafts
-# that belief weighs.
-_PRIOR_TOKENS = 2.0
+# What is believed before anything was measured: the tokens that a draft earns, the accepted
+# tokens per unit of score, and how many drafts these beliefs weigh.
+_PRIOR_EARNED = 2.0
+_PRIOR_TRUST = 0.5
 _PRIOR_DRAFTS = 8
-# The mean follows the work at hand: an old draft is forgotten after about so many.
+# The means follow the work at hand: a draft is forgotten after about so many others.
 _WINDOW = 200
 
 
 class Earnings:
-    """How many tokens of a draft are usually accepted: a running mean that forgets slowly."""
+    """What a drafter's drafts earn: running means that forget slowly."""
 
     def __init__(self) -> None:
-        self.mean = _PRIOR_TOKENS
+        self._earned = _PRIOR_EARNED
+        self._promised = _PRIOR_EARNED / _PRIOR_TRUST
         self._drafts = _PRIOR_DRAFTS
 
-    def add(self, accepted: int) -> None:
+    @property
+    def mean(self) -> float:
+        """Accepted tokens per draft."""
+        return self._earned
+
+    @property
+    def trust(self) -> float:
+        """Accepted tokens per unit of score."""
+        return self._earned / self._promised
+
+    def add(self, accepted: int, score: float) -> None:
         """Count one verified draft."""
         self._drafts = min(self._drafts + 1, _WINDOW)
-        self.mean += (accepted - self.mean) / self._drafts
+        self._earned += (accepted - self._earned) / self._drafts
+        self._promised += (score - self._promised) / self._drafts
+
+
+@dataclass
+class _Given:
+    """Whose draft a request was given last, and its score per token (0 without one)."""
+
+    drafter: Drafter
+    token_score: float
 
 
 class HybridDrafter:
     """The suffix draft where it promises more than another drafter usually earns.
 
     The suffix drafter is asked for every row: it costs next to nothing. With a draft model, its
-    draft is taken if its score is at least what the model's drafts usually earn; the model is run
+    draft is taken if it promises at least what the model's drafts usually earn; the model is run
     for the other rows only. Without one, the suffix draft is taken if there is any, else that of
-    the n-gram drafter. What the model usually earns is learned while it works.
+    the n-gram drafter.
+
+    Both sides are measured while it works (:meth:`observe`): what the model's drafts earn, and
+    what part of their score the suffix drafts do. Scores say which suffix draft is better, but
+    they are too high, and by how much depends on the text.
 
     Parameters:
       suffix: the drafter with scores.
@@ -49,51 +75,56 @@ class HybridDrafter:
         self._suffix = suffix
         self._other = model or ngram
         self._has_model = model is not None
-        self._earnings: dict[str, Earnings] = {}
-        # Whose draft a request was given last.
-        self._last: dict[str, Drafter] = {}
+        self._suffix_earnings = Earnings()
+        self._other_earnings = Earnings()
+        self._given: dict[str, _Given] = {}
 
-    def usual(self, drafter: Drafter) -> float:
-        """How many tokens a draft of ``drafter`` usually earns."""
-        earnings = self._earnings.get(drafter.name)
-        return earnings.mean if earnings else _PRIOR_TOKENS
+    @property
+    def usual(self) -> float:
+        """How many tokens a draft of the model (or n-gram) drafter usually earns."""
+        return self._other_earnings.mean
+
+    @property
+    def trust(self) -> float:
+        """How many tokens a suffix draft usually earns per unit of its score."""
+        return self._suffix_earnings.trust
 
     def propose(self, sequences: Sequence[DraftView], max_tokens: Sequence[int]) -> list[list[int]]:
         """Draft at most ``max_tokens[i]`` tokens for ``sequences[i]``."""
         scored = self._suffix.propose_scored(sequences, max_tokens)
         drafts = [tokens for tokens, _ in scored]
-        for sequence in sequences:
-            self._last[sequence.request_id] = self._suffix
-        other = self._other
-        if other is None:
+        for sequence, (tokens, score) in zip(sequences, scored, strict=True):
+            token_score = score / len(tokens) if tokens else 0.0
+            self._given[sequence.request_id] = _Given(self._suffix, token_score)
+        rows = [i for i in range(len(sequences)) if max_tokens[i] > 0 and self._is_poor(*scored[i])]
+        if self._other is None or not rows:
             return drafts
-        rows = [
-            i
-            for i, (tokens, score) in enumerate(scored)
-            if max_tokens[i] > 0 and (not tokens or (self._has_model and score < self.usual(other)))
-        ]
-        if not rows:
-            return drafts
-        others = other.propose([sequences[i] for i in rows], [max_tokens[i] for i in rows])
+        others = self._other.propose([sequences[i] for i in rows], [max_tokens[i] for i in rows])
         for i, draft in zip(rows, others, strict=True):
             # A sequence that the model cannot read still has its suffix draft.
             if draft:
                 drafts[i] = draft
-                self._last[sequences[i].request_id] = other
+                self._given[sequences[i].request_id] = _Given(self._other, 0.0)
         return drafts
 
     def observe(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Add to what the drafter of the request's last draft earns."""
-        drafter = self._last.get(request_id)
-        if drafter is None:
+        """Learn from the request's last draft, and let its drafter learn."""
+        given = self._given.get(request_id)
+        if given is None:
             return
-        drafter.observe(request_id, proposed, accepted)
-        if proposed:
-            self._earnings.setdefault(drafter.name, Earnings()).add(accepted)
+        given.drafter.observe(request_id, proposed, accepted)
+        if proposed and given.drafter is self._suffix:
+            self._suffix_earnings.add(accepted, given.token_score * proposed)
+        elif proposed:
+            self._other_earnings.add(accepted, 0.0)
 
     def forget(self, request_id: str) -> None:
         """Free what all its drafters keep for a request."""
-        self._last.pop(request_id, None)
+        self._given.pop(request_id, None)
         self._suffix.forget(request_id)
         if self._other is not None:
             self._other.forget(request_id)
+
+    def _is_poor(self, tokens: list[int], score: float) -> bool:
+        """Whether another drafter should have a go instead of this suffix draft."""
+        return not tokens or (self._has_model and score * self.trust < self.usual)

@@ -28,7 +28,7 @@ class SuffixDrafter:
     recent one among equals), with a probability that is the product of the shares of that token at
     each step. It has at most m * ``factor`` + ``offset`` tokens, since a short match is weak
     evidence, and ends where the probability falls below ``min_prob``. A draft's score, the sum of
-    its probabilities, estimates how many of its tokens will stand; the best score is proposed, in
+    its probabilities, tells drafts that are likely to stand; the best score is proposed, in
     case of a tie that of the longer match, then that of the request's own tree.
 
     Requests share the tree of finished outputs. What one user was answered never shows in another
@@ -107,7 +107,11 @@ class SuffixDrafter:
     def propose_scored(
         self, sequences: Sequence[DraftView], max_tokens: Sequence[int]
     ) -> list[tuple[list[int], float]]:
-        """The drafts, each with how many of its tokens will probably stand."""
+        """The drafts, each with the sum of its tokens' probabilities.
+
+        It is too high by a factor of 1.5 to 3, which depends on the text: what came before is no
+        fair sample of what comes. It is good for comparing drafts.
+        """
         return [
             self._propose_one(sequence, limit)
             for sequence, limit in zip(sequences, max_tokens, strict=True)
