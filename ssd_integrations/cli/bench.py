@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ssd_integrations.cli import options as opt
-from ssd_integrations.cli.failures import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    report_failures,
-    usage_errors,
-)
+from ssd_integrations.cli.bench_output import answers_bar, deliver, exit_code
+from ssd_integrations.cli.failures import report_failures, usage_errors
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.cli.render import note, notes
 from ssd_integrations.errors import InvalidRequestError, MissingExtraError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ssd_workers.bench.setup import Options
     from ssd_workers.bench.suites import Item
 
 _BENCH = "Measurement"
-_FILE_WIDTH = 120
 _DEFAULT_MODES = "transformers,ar,ngram,auto"
 
 Modes = Annotated[
@@ -139,8 +127,8 @@ def bench(
             )  # fmt: skip
         what = {"suite": suite, "limit": limit, "rounds": rounds, "max_tokens": max_tokens}
         report = _measure(options, items, what, want_quality=quality)
-        _deliver(report, options, json_file, chart)
-        code = _exit_code(report)
+        deliver(report, options.modes, json_file, chart)
+        code = exit_code(report)
     if code:
         raise typer.Exit(code)
 
@@ -209,7 +197,7 @@ def _measure(
     with LoadingBar(delay_s=0.5) as loading, open_bench(options, loading) as loaded:
         loading.close()
         concurrent = options.concurrent()
-        with _bar() as tell:
+        with answers_bar() as tell:
             results = run(
                 loaded.decoders,
                 items,
@@ -231,85 +219,3 @@ def _quality(options: Options) -> dict[str, Any]:
     dtype = cast(DType, options.dtype or "auto")
     with LoadingBar(delay_s=0.5) as bar:
         return compare_quality(options.model, dtype, options.device or "auto", progress=bar)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar with the time that is left; without a terminal, a line for every tenth."""
-    if not sys.stderr.isatty():
-        shown = -1
-
-        def say(done: int, total: int) -> None:
-            nonlocal shown
-            if done * 10 // total > shown:
-                shown = done * 10 // total
-                note(f"{done} of {total} answers")
-
-        yield say
-        return
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("measuring"), BarColumn(), TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn(),
-    )  # fmt: skip
-    # Over minutes, as the modes differ in speed and the bar should not.
-    with Progress(*columns, console=notes(), transient=True, speed_estimate_period=600) as bars:
-        task = bars.add_task("measuring", total=None, note="")
-        yield lambda done, total: bars.update(
-            task, completed=done, total=total, note=f"{done} of {total} answers"
-        )
-
-
-def _deliver(
-    report: dict[str, Any], options: Options, json_file: Path | None, chart: Path | None
-) -> None:
-    from ssd_workers.bench.chart import write_chart
-    from ssd_workers.bench.report import show_report
-    from ssd_workers.bench.summary import ModeSummary
-
-    to_stdout = json_file == Path("-")
-    if json_file is not None:
-        text = json.dumps(report, ensure_ascii=False, indent=2)
-        if to_stdout:
-            print(text, flush=True)
-        else:
-            json_file.write_text(text + "\n", encoding="utf-8")
-    show_report(report, _console(stderr=to_stdout))
-    if chart is not None:
-        facts = report["conditions"]
-        write_chart(
-            chart,
-            {name: ModeSummary(**fields) for name, fields in report["modes"].items()},
-            {mode.name for mode in options.modes if mode.is_ours},
-            f"{facts['model']}, suite {facts['suite']}, {facts['machine']['processor']}",
-        )
-
-
-def _console(*, stderr: bool) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr, markup=False, highlight=False)
-    # A file has no width, and the whole table is wanted there.
-    return (
-        console
-        if console.is_terminal
-        else Console(stderr=stderr, markup=False, highlight=False, width=_FILE_WIDTH)
-    )
-
-
-def _exit_code(report: dict[str, Any]) -> int:
-    from ssd_workers.bench.report import failures
-
-    if report["interrupted"]:
-        return EXIT_INTERRUPTED
-    different = report["identical_texts"]["different"]
-    # Elsewhere two tokens may be so near that the order of summation decides between them.
-    exact = report["conditions"].get("dtype") == "int8"
-    return EXIT_FAILED if failures(report) or (different and exact) else 0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from ssd_integrations.backends.base import Backend
 from ssd_integrations.errors import EngineError
@@ -77,8 +77,24 @@ class Decoder(Protocol):
         ...
 
 
+@runtime_checkable
+class DrafterSets(Protocol):
+    """A backend whose drafters may learn, and that keeps apart what they learn for whom."""
+
+    def use_drafters(self, name: str, *, fresh: bool) -> None:
+        """Let requests from now on use the set of drafters called ``name``.
+
+        What these have learnt, no other set knows. ``fresh`` begins with nothing learnt.
+        """
+        ...
+
+
 class EngineDecoder:
-    """This project's engine with one way of drafting, through a backend that others may share."""
+    """This project's engine with one way of drafting, through a backend that others may share.
+
+    Drafters that remember answers would find those of another decoder, or of an earlier round,
+    to the very prompt they are asked; so every decoder has a set of its own, fresh in each round.
+    """
 
     def __init__(
         self, name: str, backend: Backend, model: str, speculation: SpeculationParams
@@ -90,6 +106,7 @@ class EngineDecoder:
 
     def answer(self, messages: Messages, max_tokens: int) -> Answer:
         """Answer once; raises the backend's errors. May be called from several threads."""
+        self._use_own_drafters(fresh=False)
         start, cpu = time.perf_counter(), time.process_time()
         first: float | None = None
         first_tokens = 0
@@ -127,7 +144,12 @@ class EngineDecoder:
         )
 
     def start_round(self) -> None:
-        """Nothing is learnt here."""
+        """Forget the earlier rounds."""
+        self._use_own_drafters(fresh=True)
 
     def close(self) -> None:
         """The backend belongs to whoever made it."""
+
+    def _use_own_drafters(self, *, fresh: bool) -> None:
+        if isinstance(self._backend, DrafterSets):
+            self._backend.use_drafters(self.name, fresh=fresh)

@@ -32,6 +32,11 @@ class Mode:
     float32: bool = False
 
     @property
+    def remembers(self) -> bool:
+        """Whether its drafts come from earlier answers too."""
+        return self.speculation in ("suffix", "hybrid")
+
+    @property
     def is_ours(self) -> bool:
         """Whether this project's engine decodes, so that its text is exact."""
         return self.runtime == "engine"

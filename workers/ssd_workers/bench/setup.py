@@ -12,9 +12,10 @@ from typing import Any
 
 from ssd_integrations.backends import open_backend
 from ssd_integrations.backends.base import Backend
+from ssd_integrations.backends.local import LocalBackend
 from ssd_integrations.errors import InvalidRequestError
 from ssd_integrations.protocol import build_speculation
-from ssd_workers.bench.decoders import Decoder, EngineDecoder
+from ssd_workers.bench.decoders import Decoder, DrafterSets, EngineDecoder
 from ssd_workers.bench.llama_cpp import LlamaCppDecoder
 from ssd_workers.bench.modes import Mode
 from ssd_workers.bench.transformers_decoder import TransformersDecoder, TransformersModel
@@ -61,10 +62,17 @@ class Options:
         """Refuse what can be seen to fail before anything is loaded.
 
         Raises:
-          InvalidRequestError: an engine option is out of bounds, or ``requests`` are to run at
-            once in modes that cannot.
+          InvalidRequestError: an engine option is out of bounds, ``requests`` are to run at once
+            in modes that cannot, or a mode would be helped by the answers of another one.
         """
         build_engine_config(model=self.model, **self.engine_options())
+        remembering = [mode.name for mode in self.modes if mode.remembers]
+        if remembering and not issubclass(LocalBackend, DrafterSets):
+            raise InvalidRequestError(
+                f"The mode {remembering[0]!r} cannot be measured with this engine: it would find "
+                "the answers of the other modes and of earlier rounds in its memory.",
+                remedy="Leave the mode out.",
+            )
         if self.requests > 1 and not self.concurrent():
             raise InvalidRequestError(
                 f"--concurrency {self.requests} needs a mode of this project's engine.",
