@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ssd_integrations.cli import options as opt
-from ssd_integrations.cli.bench_output import answers_bar, deliver, exit_code
+from ssd_integrations.cli.bench_output import answers_bar, check_output, deliver, exit_code
 from ssd_integrations.cli.failures import report_failures, usage_errors
 from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.errors import InvalidRequestError, MissingExtraError
@@ -169,8 +169,9 @@ def _checked(
     items = load_suite(suite, limit)
     if chart is not None:
         check_chart(chart)
-    if json_file is not None and not json_file.parent.is_dir():
-        raise InvalidRequestError(f"--json {json_file}: there is no such folder.")
+        check_output("--chart", chart)
+    if json_file is not None:
+        check_output("--json", json_file)
     return options, items
 
 
