@@ -24,7 +24,8 @@ MAX_MESSAGES = 10_000
 MAX_NEW_TOKENS = 1_000_000
 
 Role = Literal["system", "user", "assistant", "tool"]
-SpeculationMode = Literal["off", "ngram", "model", "auto"]
+SpeculationMode = Literal["off", "ngram", "suffix", "model", "hybrid", "auto"]
+Acceptance = Literal["coupled", "rejection"]
 FinishReason = Literal["stop", "length", "cancelled"]
 QueueName = Literal["interactive", "batch"]
 
@@ -56,8 +57,14 @@ class _Message(BaseModel):
 class SamplingParams(_Message):
     """How the next token is drawn from the target's distribution.
 
-    ``temperature=0`` is greedy decoding and ignores the other knobs. With a ``seed`` the text
+    Penalties and ``logit_bias`` change the logits first, then ``min_tokens`` rules out the end,
+    then temperature, top-k, top-p and min-p apply. ``temperature=0`` is greedy decoding: it takes
+    the best of the changed logits and ignores top-k, top-p and min-p. With a ``seed`` the text
     is the same for every drafter, draft length and batch; without one it is a fresh draw.
+
+    Penalties are those of vLLM: ``repetition_penalty`` divides positive logits of tokens seen in
+    prompt or output and multiplies negative ones; ``presence_penalty`` and ``frequency_penalty``
+    are subtracted once, and once per occurrence, from tokens seen in the output.
     """
 
     temperature: float = Field(default=0.0, ge=0.0, le=10.0)
@@ -71,17 +78,53 @@ class SamplingParams(_Message):
         default=(), max_length=32
     )
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, max_length=1024, description="Added to the logits of token ids."
+    )
+    min_tokens: int = Field(
+        default=0, ge=0, le=MAX_NEW_TOKENS, description="No end token before so many tokens."
+    )
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), max_length=128, description="End the text like an end-of-sequence token."
+    )
+    ignore_eos: bool = Field(
+        default=False, description="Go on past the model's own end-of-sequence tokens."
+    )
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="Report each token's log-probability and so many of the best alternatives.",
+    )
+
+    @model_validator(mode="after")
+    def _not_at_odds(self) -> SamplingParams:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
+        return self
 
 
 class SpeculationParams(_Message):
-    """How the draft is made. Never changes the text, only its speed.
+    """How the draft is made and accepted.
 
-    ``auto`` uses the loaded draft model if there is one, else n-gram prompt lookup.
+    ``mode`` never changes the text, only its speed; ``auto`` picks from what is loaded.
     ``num_draft_tokens`` is the longest draft per verification; None takes the engine's default.
+    With ``adaptive`` the engine drafts less, or nothing, where drafts do not pay.
+
+    ``acceptance="coupled"`` is drafter-invariant sampling: a seed gives one text. "rejection" is
+    the rejection rule of the literature: it draws from the same law and accepts more drafts of a
+    draft model, but at a temperature above 0 the text of a seed depends on the drafts.
     """
 
     mode: SpeculationMode = "auto"
     num_draft_tokens: int | None = Field(default=None, ge=1, le=64)
+    adaptive: bool = True
+    acceptance: Acceptance = "coupled"
 
 
 class ToolCall(_Message):
@@ -150,7 +193,7 @@ class SpeculationStats(_Message):
     ``acceptance_histogram[k]`` is the number of steps that accepted k draft tokens.
     """
 
-    method: str = Field(max_length=32, description="What ran: off, ngram or model, not auto.")
+    method: str = Field(max_length=32, description="The drafter that ran; never auto.")
     num_spec_steps: int = Field(default=0, ge=0)
     num_draft_tokens: int = Field(default=0, ge=0)
     num_accepted_tokens: int = Field(default=0, ge=0)
@@ -211,13 +254,30 @@ class StartedEvent(_Message):
     prompt_tokens: int = Field(ge=0)
 
 
+class TokenLogprob(_Message):
+    """A token and its log-probability under the model's own distribution.
+
+    That is the softmax of the logits as the model gives them, before penalties, bias and
+    temperature. ``top`` holds the best alternatives, best first; theirs is empty.
+    """
+
+    token_id: int = Field(ge=0)
+    token: str
+    logprob: float = Field(le=0.0)
+    top: tuple[TokenLogprob, ...] = Field(default=(), max_length=20)
+
+
 class DeltaEvent(_Message):
-    """New text. ``token_ids`` are the tokens accepted since the previous delta."""
+    """New text. ``token_ids`` are the tokens accepted since the previous delta.
+
+    ``logprobs`` has one entry for each of them if the request asked for it.
+    """
 
     type: Literal["delta"] = "delta"
     request_id: str
     text: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class FinishedEvent(_Message):

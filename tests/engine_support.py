@@ -15,11 +15,13 @@ from ssd_integrations.protocol import (
     GenerationRequest,
     ModelInfo,
     SamplingParams,
+    SpeculationParams,
     is_terminal,
 )
 from ssd_workers.engine.drafters.base import Drafter, DraftView
 from ssd_workers.engine.engine import Engine
 from ssd_workers.engine.loading import LoadedModel, load_model
+from ssd_workers.engine.logit_rules import TokenHistory, has_rules
 from ssd_workers.engine.runner import RowBlock
 from ssd_workers.engine.sampling import process_logits
 from ssd_workers.engine.sequence import Sequence
@@ -28,6 +30,8 @@ from ssd_workers.models.store import resolve_model
 from ssd_workers.progress import no_progress
 
 NEAR_TIE = 1e-3
+# Tiny models are too fast for drafts to pay; exactness has to be tested all the same.
+FIXED_LENGTH = SpeculationParams(adaptive=False)
 
 
 def load_tiny(path: Path) -> LoadedModel:
@@ -52,6 +56,7 @@ def run_batch(
     *,
     num_draft_tokens: int = 5,
     max_num_seqs: int = 8,
+    speculation: SpeculationParams = FIXED_LENGTH,
 ) -> list[FinishedEvent]:
     """Decode all jobs together and return their finished events, in order."""
     info = ModelInfo(
@@ -67,7 +72,11 @@ def run_batch(
 
     for index, job in enumerate(jobs):
         request = GenerationRequest(
-            model="tiny", prompt="x", request_id=f"r{index}", sampling=job.sampling
+            model="tiny",
+            prompt="x",
+            request_id=f"r{index}",
+            sampling=job.sampling,
+            speculation=speculation,
         )
         engine.add(
             Sequence(
@@ -81,6 +90,8 @@ def run_batch(
                 # Ids as text, so that equal texts are equal tokens.
                 text=TextStream(lambda ids: "".join(f"<{i}>" for i in ids), job.sampling.stop),
                 on_event=on_event,
+                end_token_ids=target.eos_token_ids | frozenset(job.sampling.stop_token_ids),
+                history=TokenHistory(job.prompt) if has_rules(job.sampling) else None,
             )
         )
     while engine.has_work:
@@ -142,6 +153,9 @@ class NoisyOracle:
 
     def observe(self, request_id: str, proposed: int, accepted: int) -> None:
         pass
+
+    def distributions(self, request_id: str) -> None:
+        return None
 
     def forget(self, request_id: str) -> None:
         pass

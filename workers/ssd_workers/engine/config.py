@@ -16,6 +16,7 @@ class EngineConfig(BaseModel):
     """One target model, at most one draft model, and the limits they run under.
 
     ``dtype="auto"`` is bfloat16 on a GPU; on a CPU int8 for the demo model and float32 otherwise.
+    ``suffix_store`` is a file that keeps what was written, for drafts of the next start.
     ``max_model_len`` is in tokens, prompt and output together; None takes the model's own limit.
     """
 
@@ -29,6 +30,7 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=8)
     num_draft_tokens: int = Field(default=8, ge=1, le=64)
     num_threads: int | None = Field(default=None, ge=1, le=1024)
+    suffix_store: str | None = Field(default=None, min_length=1, max_length=4096)
     chat_template: str | None = Field(default=None, max_length=1_000_000)
 
 

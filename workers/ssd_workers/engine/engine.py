@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-
-import torch
 
 from ssd_integrations.errors import EngineError, SSDError
 from ssd_integrations.protocol import (
@@ -15,23 +12,15 @@ from ssd_integrations.protocol import (
     FinishReason,
     ModelInfo,
     StartedEvent,
+    TokenLogprob,
 )
+from ssd_workers.engine.draft_budget import DraftBudget
 from ssd_workers.engine.drafters.base import Drafter
 from ssd_workers.engine.loading import LoadedModel
 from ssd_workers.engine.runner import RowBlock
-from ssd_workers.engine.sampling import choose_tokens
 from ssd_workers.engine.scheduler import Scheduler
 from ssd_workers.engine.sequence import Sequence
-from ssd_workers.engine.verification import accept_drafts
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """What one sequence brings to a forward: its new tokens and, while decoding, its draft."""
-
-    sequence: Sequence
-    block: RowBlock
-    draft: list[int]
+from ssd_workers.engine.verifier import StepRows, Verdict, verify
 
 
 class Engine:
@@ -41,6 +30,8 @@ class Engine:
         self._target = target
         self._info = info
         self._scheduler = Scheduler(max_num_seqs)
+        self._cost = target.runner.calibrate()
+        self._budget = DraftBudget()
 
     @property
     def has_work(self) -> bool:
@@ -67,11 +58,13 @@ class Engine:
         rows = self._collect_rows()
         if not rows:
             return
+        started = time.perf_counter()
         logits = self._target.runner.forward([r.block for r in rows])
-        chosen = self._choose(rows, logits)
-        for r, tokens in zip(rows, chosen, strict=True):
-            if tokens:
-                self._advance(r, tokens)
+        if not any(r.sequence.in_prefill for r in rows):
+            self._cost.observe(sum(len(r.block.token_ids) for r in rows), _elapsed(started))
+        for r, verdict in zip(rows, verify(rows, logits, self._decode), strict=True):
+            if verdict.emitted:
+                self._advance(r, verdict)
 
     def fail(self, sequence: Sequence, error: SSDError) -> None:
         """End a sequence with an error; the others are not affected."""
@@ -80,7 +73,7 @@ class Engine:
             FailedEvent(request_id=sequence.request_id, error=ErrorInfo.from_error(error))
         )
 
-    def _collect_rows(self) -> list[_Rows]:
+    def _collect_rows(self) -> list[StepRows]:
         plan = self._scheduler.plan()
         rows = []
         for sequence, end in plan.prefill:
@@ -88,44 +81,30 @@ class Engine:
             tokens = sequence.token_ids[sequence.cache.length : end]
             # Only the last row of the prompt says something about the output.
             keep = 1 if end == sequence.prompt_length else 0
-            rows.append(_Rows(sequence, RowBlock(sequence.cache, tokens, keep), []))
+            rows.append(StepRows(sequence, RowBlock(sequence.cache, tokens, keep), []))
         for sequence, draft in zip(plan.decode, self._draft(plan.decode), strict=True):
             assert sequence.cache is not None
             tokens = [sequence.token_ids[-1], *draft]
-            rows.append(_Rows(sequence, RowBlock(sequence.cache, tokens, len(tokens)), draft))
+            rows.append(StepRows(sequence, RowBlock(sequence.cache, tokens, len(tokens)), draft))
         return rows
 
     def _draft(self, sequences: list[Sequence]) -> list[list[int]]:
         drafts: dict[Sequence, list[int]] = {}
         by_drafter: dict[Drafter, list[Sequence]] = {}
-        for sequence in sequences:
+        lengths = self._budget.lengths(sequences, self._cost)
+        for sequence in lengths:
             if sequence.drafter is not None:
                 by_drafter.setdefault(sequence.drafter, []).append(sequence)
         for drafter, group in by_drafter.items():
-            # One token of what remains is the correction or bonus, which needs no draft.
-            limits = [min(s.num_draft_tokens, s.remaining_tokens - 1) for s in group]
-            drafts.update(zip(group, drafter.propose(group, limits), strict=True))
+            limits = [lengths[sequence] for sequence in group]
+            started = time.perf_counter()
+            proposed = drafter.propose(group, limits)
+            self._budget.observe_drafting(drafter, limits, _elapsed(started))
+            drafts.update(zip(group, proposed, strict=True))
         return [drafts.get(sequence, []) for sequence in sequences]
 
-    def _choose(self, rows: list[_Rows], logits: torch.Tensor) -> list[list[int]]:
-        """The target's choice after each kept row; grouped as ``rows``."""
-        sampling, seeds, positions = [], [], []
-        for r in rows:
-            first = len(r.sequence.token_ids)
-            for offset in range(r.block.keep):
-                sampling.append(r.sequence.sampling)
-                seeds.append(r.sequence.seed)
-                positions.append(first + offset)
-        flat = choose_tokens(logits, sampling, seeds, positions) if positions else []
-        chosen, at = [], 0
-        for r in rows:
-            chosen.append(flat[at : at + r.block.keep])
-            at += r.block.keep
-        return chosen
-
-    def _advance(self, rows: _Rows, chosen: list[int]) -> None:
-        sequence = rows.sequence
-        accepted, emitted = accept_drafts(rows.draft, chosen)
+    def _advance(self, rows: StepRows, verdict: Verdict) -> None:
+        sequence, accepted, emitted = rows.sequence, verdict.accepted, verdict.emitted
         if emitted[-1] < 0:
             self.fail(
                 sequence,
@@ -136,12 +115,12 @@ class Engine:
             )
             return
         kept, reason = self._cut(sequence, emitted)
-        visible = kept[:-1] if kept[-1] in self._target.eos_token_ids else kept
+        visible = kept[:-1] if kept[-1] in sequence.end_token_ids else kept
         delta = sequence.text.push(visible)
         if delta.stopped is not None:
             kept, reason = kept[: delta.kept_tokens], "stop"
         is_first = sequence.first_token_at is None
-        sequence.token_ids.extend(kept)
+        sequence.extend(kept)
         assert sequence.cache is not None
         # Keys of all tokens but the newest; a rejected draft is rolled back by length.
         sequence.cache.truncate(len(sequence.token_ids) - 1)
@@ -157,7 +136,9 @@ class Engine:
             )
         else:
             sequence.record_verification(len(rows.draft), min(accepted, len(kept)))
-        self._emit(sequence, delta.text, kept)
+            # What an end cut off was accepted all the same.
+            self._budget.observe(sequence, len(rows.draft), accepted)
+        self._emit(sequence, delta.text, kept, verdict.logprobs)
         if reason is not None:
             self._finish(sequence, reason, delta.stopped)
 
@@ -165,16 +146,27 @@ class Engine:
         """``emitted`` up to an end-of-sequence token or the token limit, and why it ends there."""
         emitted = emitted[: sequence.remaining_tokens]
         for index, token in enumerate(emitted):
-            if token in self._target.eos_token_ids:
+            if token in sequence.end_token_ids:
                 return emitted[: index + 1], "stop"
         if len(emitted) == sequence.remaining_tokens:
             return emitted, "length"
         return emitted, None
 
-    def _emit(self, sequence: Sequence, text: str, token_ids: list[int]) -> None:
+    def _emit(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: list[int],
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+    ) -> None:
         if text or token_ids:
             sequence.on_event(
-                DeltaEvent(request_id=sequence.request_id, text=text, token_ids=tuple(token_ids))
+                DeltaEvent(
+                    request_id=sequence.request_id,
+                    text=text,
+                    token_ids=tuple(token_ids),
+                    logprobs=None if logprobs is None else logprobs[: len(token_ids)],
+                )
             )
 
     def _finish(self, sequence: Sequence, reason: FinishReason, stop: str | None) -> None:
@@ -188,6 +180,15 @@ class Engine:
 
     def _release(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
+        self._budget.forget(sequence)
         sequence.cache = None
         if sequence.drafter is not None:
             sequence.drafter.forget(sequence.request_id)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._target.tokenizer.decode(token_ids)
+        return text
+
+
+def _elapsed(started: float) -> float:
+    return time.perf_counter() - started

@@ -43,6 +43,7 @@ class LoadedModel:
 
     name: str
     architecture: str
+    fingerprint: str
     runner: ModelRunner
     tokenizer: Any
     dtype: str
@@ -100,6 +101,7 @@ def load_model(source: ModelSource, dtype: DType, device: str, progress: Progres
     return LoadedModel(
         name=source.name,
         architecture=type(model).__name__,
+        fingerprint=source.fingerprint,
         runner=runner,
         tokenizer=tokenizer,
         dtype=chosen_dtype,

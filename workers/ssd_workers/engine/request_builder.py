@@ -13,10 +13,9 @@ from ssd_integrations.errors import (
 from ssd_integrations.protocol import Event, GenerationRequest
 from ssd_workers.engine.chat_format import ChatFormat
 from ssd_workers.engine.config import EngineConfig
-from ssd_workers.engine.drafters.base import Drafter
-from ssd_workers.engine.drafters.model import ModelDrafter
-from ssd_workers.engine.drafters.ngram import NgramDrafter
+from ssd_workers.engine.drafters.selection import DrafterSelection
 from ssd_workers.engine.loading import LoadedModel
+from ssd_workers.engine.logit_rules import TokenHistory, has_rules
 from ssd_workers.engine.noise import fresh_seed
 from ssd_workers.engine.sequence import Sequence
 from ssd_workers.engine.text_stream import TextStream
@@ -48,10 +47,7 @@ class RequestBuilder:
         self._target = target
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        self._ngram = NgramDrafter()
-        self._model_drafter = draft and ModelDrafter(
-            draft.runner, draft.context_length, target.vocab_size
-        )
+        self._drafters = DrafterSelection(target, draft, config.suffix_store)
 
     def encode(self, request: GenerationRequest) -> list[int]:
         """The prompt's token ids; raises as :meth:`build` does."""
@@ -70,21 +66,35 @@ class RequestBuilder:
           ContextLengthError: prompt and max_tokens do not fit the context.
           ChatTemplateError, InvalidRequestError: it cannot be encoded or drafted as asked.
         """
-        drafter = self._drafter(request)
+        drafter = self._drafters.pick(request.speculation.mode)
         token_ids = self.encode(request)
         max_new_tokens = self._max_new_tokens(request, len(token_ids))
-        seed = request.sampling.seed
+        sampling = request.sampling
+        self._check_token_ids(request)
         return Sequence(
             request=request,
             token_ids=token_ids,
             prompt_length=len(token_ids),
             max_new_tokens=max_new_tokens,
-            seed=fresh_seed() if seed is None else seed,
+            seed=fresh_seed() if sampling.seed is None else sampling.seed,
             drafter=drafter,
             num_draft_tokens=request.speculation.num_draft_tokens or self._config.num_draft_tokens,
             text=TextStream(self._decode, request.sampling.stop, token_ids[-_PROMPT_TAIL:]),
             on_event=on_event,
+            end_token_ids=frozenset(sampling.stop_token_ids)
+            | (frozenset() if sampling.ignore_eos else self._target.eos_token_ids),
+            history=TokenHistory(token_ids) if has_rules(sampling) else None,
         )
+
+    def _check_token_ids(self, request: GenerationRequest) -> None:
+        size = self._target.vocab_size
+        for option in ("logit_bias", "stop_token_ids"):
+            unknown = [t for t in getattr(request.sampling, option) if t >= size]
+            if unknown:
+                raise InvalidRequestError(
+                    f"{option} names token {unknown[0]}, but model {self._target.name!r} has "
+                    f"tokens 0 to {size - 1} only."
+                )
 
     def _max_new_tokens(self, request: GenerationRequest, prompt_length: int) -> int:
         room = self._max_model_len - prompt_length
@@ -100,19 +110,6 @@ class RequestBuilder:
                 f"than the {self._max_model_len} of model {self._target.name!r}'s context."
             )
         return room if asked is None else asked
-
-    def _drafter(self, request: GenerationRequest) -> Drafter | None:
-        mode = request.speculation.mode
-        if mode == "off":
-            return None
-        if mode == "ngram":
-            return self._ngram
-        if mode == "model" and self._model_drafter is None:
-            raise InvalidRequestError(
-                "speculation='model' needs a draft model, and none is loaded.",
-                remedy="Give draft_model= (a worker: --draft-model), or use 'ngram' or 'auto'.",
-            )
-        return self._model_drafter or self._ngram
 
     def _decode(self, token_ids: list[int]) -> str:
         tokenizer: Any = self._target.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.attention import PackedStep, Span, rows_are_exact
 from ssd_workers.engine.kv_cache import SequenceCache
+from ssd_workers.engine.step_cost import StepCost
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ class ModelRunner:
         self._group_rows = device.type != "cpu" or rows_are_exact(
             kv_heads, heads // kv_heads, head_dim
         )
+
+    def calibrate(self) -> StepCost:
+        """What a forward of few rows costs here, in seconds; refined while decoding."""
+        seconds = {rows: min(self._timed(rows) for _ in range(2)) for rows in (1, 9)}
+        per_row = max((seconds[9] - seconds[1]) / 8, 1e-3 * seconds[1])
+        return StepCost(max(seconds[1] - per_row, 0.05 * seconds[1]), per_row)
+
+    def _timed(self, rows: int) -> float:
+        cache = self.new_cache()
+        started = time.perf_counter()
+        self.forward([RowBlock(cache, [1] * rows, rows)]).argmax(-1).tolist()
+        return time.perf_counter() - started
 
     def new_cache(self, expected_length: int = 0) -> SequenceCache:
         """An empty cache, sized at first for ``expected_length`` positions."""

@@ -19,6 +19,7 @@ from ssd_integrations.protocol import (
 )
 from ssd_workers.engine.drafters.base import Drafter
 from ssd_workers.engine.kv_cache import SequenceCache
+from ssd_workers.engine.logit_rules import RowRules, TokenHistory
 from ssd_workers.engine.text_stream import TextStream
 
 
@@ -27,7 +28,7 @@ class Sequence:
     """A request's tokens, cache, drafter and counters. Only the engine thread touches it.
 
     ``token_ids`` are prompt and accepted output. ``cache.length`` of them have keys and values;
-    while decoding that is all but the last one.
+    while decoding that is all but the last one. ``history`` is kept where rules need it.
     """
 
     request: GenerationRequest
@@ -39,6 +40,8 @@ class Sequence:
     num_draft_tokens: int
     text: TextStream
     on_event: Callable[[Event], None]
+    end_token_ids: frozenset[int] = frozenset()
+    history: TokenHistory | None = None
     cache: SequenceCache | None = None
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
@@ -59,6 +62,12 @@ class Sequence:
         return self.request.sampling
 
     @property
+    def by_rejection(self) -> bool:
+        """Whether drafts are verified by the rejection rule; when greedy the two are the same."""
+        rejection = self.request.speculation.acceptance == "rejection"
+        return rejection and self.sampling.temperature > 0.0
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.prompt_length
 
@@ -71,6 +80,18 @@ class Sequence:
     def in_prefill(self) -> bool:
         """Whether prompt tokens are still to be put into the cache."""
         return self.cache is None or self.cache.length < self.prompt_length
+
+    def extend(self, tokens: list[int]) -> None:
+        """Append accepted output."""
+        self.token_ids.extend(tokens)
+        if self.history is not None:
+            self.history.extend(tokens)
+
+    def rules(self, drafted: list[int]) -> RowRules | None:
+        """What changes the logits of the row after ``drafted``; None if nothing does."""
+        if self.history is None:
+            return None
+        return RowRules(self.sampling, self.history, self.end_token_ids, drafted)
 
     def record_verification(self, proposed: int, accepted: int) -> None:
         """Count one target forward that emitted tokens after the prefill."""

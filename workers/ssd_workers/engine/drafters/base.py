@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from ssd_integrations.protocol import SamplingParams
+from ssd_workers.engine.logit_rules import RowRules
 
 
 class DraftView(Protocol):
@@ -32,6 +35,15 @@ class DraftView(Protocol):
         ...
 
     @property
+    def by_rejection(self) -> bool:
+        """Whether the draft is verified by the rejection rule rather than by equality."""
+        ...
+
+    def rules(self, drafted: list[int]) -> RowRules | None:
+        """What changes the logits of the position after ``drafted``."""
+        ...
+
+    @property
     def seed(self) -> int:
         """The seed of the noise that the target will choose with."""
         ...
@@ -47,6 +59,13 @@ class Drafter(Protocol):
 
     def propose(self, sequences: Sequence[DraftView], max_tokens: Sequence[int]) -> list[list[int]]:
         """Draft at most ``max_tokens[i]`` tokens for ``sequences[i]``; an empty list is fine."""
+        ...
+
+    def distributions(self, request_id: str) -> Tensor | None:
+        """``[drafted, vocab]`` log-probabilities that the request's last draft was drawn from.
+
+        None for a drafter that does not draw but copies. Only the rejection rule asks.
+        """
         ...
 
     def observe(self, request_id: str, proposed: int, accepted: int) -> None:

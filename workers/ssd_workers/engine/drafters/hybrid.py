@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ssd_workers.engine.drafters.base import Drafter, DraftView, ScoredDrafter
 
 # What is believed before anything was measured: the tokens that a draft earns, the accepted
@@ -106,6 +108,11 @@ class HybridDrafter:
                 drafts[i] = draft
                 self._given[sequences[i].request_id] = _Given(self._other, 0.0)
         return drafts
+
+    def distributions(self, request_id: str) -> Tensor | None:
+        """Those of the drafter whose draft the request was given last."""
+        given = self._given.get(request_id)
+        return given.drafter.distributions(request_id) if given else None
 
     def observe(self, request_id: str, proposed: int, accepted: int) -> None:
         """Learn from the request's last draft, and let its drafter learn."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from ssd_workers.engine.drafters.base import DraftView
 from ssd_workers.engine.kv_cache import SequenceCache
+from ssd_workers.engine.logit_rules import adjust_logits
+from ssd_workers.engine.rejection import stream_seed
 from ssd_workers.engine.runner import ModelRunner, RowBlock
-from ssd_workers.engine.sampling import choose_tokens
+from ssd_workers.engine.sampling import choose_tokens, process_logits
 
 _PREFILL_ROWS = 256
 
@@ -17,12 +22,14 @@ _PREFILL_ROWS = 256
 class _State:
     """``cache`` holds the first ``base`` accepted tokens, then all but the last of ``drafted``.
 
-    ``unreadable``: the sequence holds a token beyond the draft's vocabulary.
+    ``distributions`` are those that ``drafted`` was drawn from, where the rejection rule needs
+    them. ``unreadable``: the sequence holds a token beyond the draft's vocabulary.
     """
 
     cache: SequenceCache
     base: int = 0
     drafted: list[int] = field(default_factory=list)
+    distributions: list[Tensor] = field(default_factory=list)
     unreadable: bool = False
 
 
@@ -58,13 +65,17 @@ class ModelDrafter:
         active = [i for i in active if not self._state(sequences[i]).unreadable]
         while active:
             blocks = [RowBlock(self._state(sequences[i]).cache, pending[i], 1) for i in active]
-            logits = self._runner.forward(blocks)
+            logits = self._runner.forward(blocks)[:, : self._vocab_size]
+            logits = adjust_logits(logits, [sequences[i].rules(drafts[i]) for i in active])
+            for i, row in zip(active, logits, strict=True):
+                if sequences[i].by_rejection:
+                    drawn_from = process_logits(row[None], [sequences[i].sampling])
+                    self._state(sequences[i]).distributions.append(drawn_from)
             chosen = choose_tokens(
                 logits,
                 [sequences[i].sampling for i in active],
-                [sequences[i].seed for i in active],
+                [_seed(sequences[i]) for i in active],
                 [len(sequences[i].token_ids) + len(drafts[i]) for i in active],
-                valid_vocab=self._vocab_size,
             )
             for i, token in zip(active, chosen, strict=True):
                 if token < 0:  # NaN logits: the draft model cannot help this row
@@ -78,6 +89,11 @@ class ModelDrafter:
                 state = self._state(sequences[i])
                 state.base, state.drafted = len(sequences[i].token_ids), list(draft)
         return drafts
+
+    def distributions(self, request_id: str) -> Tensor | None:
+        """``[drafted, vocab]`` log-probabilities of the last draft under the rejection rule."""
+        state = self._states.get(request_id)
+        return torch.cat(state.distributions) if state and state.distributions else None
 
     def observe(self, request_id: str, proposed: int, accepted: int) -> None:
         """Nothing to learn: the tokens accepted are read off the sequence."""
@@ -95,6 +111,7 @@ class ModelDrafter:
         if state is None:
             state = _State(self._runner.new_cache(len(sequence.token_ids)))
             self._states[sequence.request_id] = state
+        state.distributions.clear()
         tokens = sequence.token_ids
         valid = state.base
         for drafted, accepted in zip(state.drafted, tokens[state.base :], strict=False):
@@ -111,3 +128,8 @@ class ModelDrafter:
             self._runner.forward([RowBlock(state.cache, missing[:_PREFILL_ROWS], 0)])
             missing = missing[_PREFILL_ROWS:]
         return missing
+
+
+def _seed(sequence: DraftView) -> int:
+    """Coupled, the target's own noise; under the rejection rule, noise independent of its coin."""
+    return stream_seed(sequence.seed, "draft") if sequence.by_rejection else sequence.seed

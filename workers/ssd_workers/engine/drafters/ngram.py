@@ -60,6 +60,11 @@ class NgramDrafter:
             for sequence, limit in zip(sequences, max_tokens, strict=True)
         ]
 
+    def distributions(self, request_id: str) -> None:
+        """None: what is copied is not drawn from a distribution."""
+        del request_id
+        return None
+
     def observe(self, request_id: str, proposed: int, accepted: int) -> None:
         """Nothing to learn: the tokens accepted are read off the sequence."""
 
