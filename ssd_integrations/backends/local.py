@@ -107,6 +107,15 @@ class LocalBackend:
         """How many tokens the prompt of ``request`` has; loads the model if needed."""
         return self._service().count_tokens(request)
 
+    def use_drafters(self, name: str, *, fresh: bool = False) -> None:
+        """Let requests from now on use a set of drafters of their own, called ``name``.
+
+        Suffix drafts learn from finished answers. What one set has learnt, no other knows, so
+        that measurements do not help each other. ``fresh`` begins with nothing learnt. Backends
+        that share an engine share its choice. Loads the model if needed.
+        """
+        self._service().use_drafters(name, fresh=fresh)
+
     def close(self) -> None:
         """Stop the engine that backends with these options share, and free its models.
 

@@ -47,7 +47,9 @@ def test_the_whole_command(
     run_ssd: RunSSD, suite: Path, tiny_model: Path, draft_model: Path, tmp_path: Path
 ) -> None:
     json_file, chart = tmp_path / "report.json", tmp_path / "speed.png"
-    modes = "transformers,transformers-prompt-lookup,transformers-assisted,ar,ngram,model,auto"
+    ours = ["ar", "ngram", "suffix", "model", "hybrid", "auto"]
+    libraries = ["transformers", "transformers-prompt-lookup", "transformers-assisted"]
+    modes = ",".join(libraries + ours)
     done = run_ssd(
         "bench", "--suite", str(suite), "--model", str(tiny_model), "--draft-model",
         str(draft_model), "--modes", modes, "--rounds", "2", "--max-tokens", "12",
@@ -64,21 +66,20 @@ def test_the_whole_command(
         assert mode["cpu_seconds_per_1000_tokens"] > 0
         assert 0 < mode["time_to_first_token_s"] <= mode["end_to_end_s"]
         assert set(mode["categories"]) == {"kind-a", "kind-b", "kind-c"}
-        is_ours = name in ("ar", "ngram", "model", "auto")
-        assert (mode["concurrent"] is not None) == is_ours
+        assert (mode["concurrent"] is not None) == (name in ours)
     # One model in float32 on every side: the same answers, so the same number of tokens.
     assert len({mode["tokens"] for mode in report["modes"].values()}) == 1
     assert report["modes"]["transformers"]["speedup"] == 1.0
     assert report["modes"]["ar"]["mean_acceptance_length"] == 1.0
     assert report["modes"]["ar"]["concurrent"]["requests"] == 2
     assert report["reference"] == "transformers"
-    assert report["factors"]["best_drafter"] in ("ngram", "model", "auto")
+    assert report["factors"]["best_drafter"] in ours[1:]
     assert report["factors"]["quantisation"] is None
     texts = report["identical_texts"]
-    assert texts["modes"] == ["ar", "ngram", "model", "auto"]
+    assert texts["modes"] == ours
     assert texts["different"] == 0
-    # Four modes, two rounds, alone and in batches, three conversations; the first is the measure.
-    assert texts["conversations_compared"] == 4 * 2 * 2 * 3 - 3
+    # Six modes, two rounds, alone and in batches, three conversations; the first is the measure.
+    assert texts["conversations_compared"] == 6 * 2 * 2 * 3 - 3
     facts = report["conditions"]
     assert facts["model"] == str(tiny_model)
     assert facts["dtype"] == "float32"
@@ -92,7 +93,7 @@ def test_the_whole_command(
         assert column in done.stdout
     assert "all identical" in done.stdout
     assert "Speculation:" in done.stdout
-    assert "66 of 66 answers" in done.stderr
+    assert "90 of 90 answers" in done.stderr
 
 
 def test_failed_answers_are_counted_and_the_command_fails(
@@ -242,3 +243,23 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "draft", seed=5)
+
+
+def test_modes_that_remember_do_not_help_each_other(tiny_model: Path) -> None:
+    """A suffix drafter that knew the answer would draft all of it."""
+    from ssd_workers.bench.modes import parse_modes
+    from ssd_workers.bench.setup import Options, open_bench
+
+    modes = tuple(parse_modes("suffix,hybrid", draft_model=None))
+    messages = [{"role": "user", "content": "Please restart the router."}]
+    with open_bench(Options(model=str(tiny_model), modes=modes)) as bench:
+        suffix, hybrid = bench.decoders
+        cold = suffix.answer(messages, 60)
+        warm = suffix.answer(messages, 60)
+        assert warm.text == cold.text
+        assert warm.steps < cold.steps
+        other = hybrid.answer(messages, 60)
+        assert other.text == cold.text
+        assert other.steps > warm.steps
+        suffix.start_round()
+        assert suffix.answer(messages, 60).steps == cold.steps

@@ -47,7 +47,16 @@ class RequestBuilder:
         self._target = target
         self._chat_format = chat_format
         self._max_model_len = max_model_len
+        self._draft = draft
         self._drafters = DrafterSelection(target, draft, config.suffix_store)
+        self._named_drafters: dict[str, DrafterSelection] = {}
+
+    def use_drafters(self, name: str, *, fresh: bool) -> None:
+        """Let requests from now on use the drafters called ``name``; see the local backend."""
+        if fresh or name not in self._named_drafters:
+            # Without a store on disk: what they learn is for this process alone.
+            self._named_drafters[name] = DrafterSelection(self._target, self._draft, None)
+        self._drafters = self._named_drafters[name]
 
     def encode(self, request: GenerationRequest) -> list[int]:
         """The prompt's token ids; raises as :meth:`build` does."""

@@ -125,6 +125,10 @@ class EngineService:
         """How many tokens the prompt of ``request`` has."""
         return len(self._builder_or_raise().encode(request))
 
+    def use_drafters(self, name: str, *, fresh: bool) -> None:
+        """Let requests from now on use the drafters called ``name``; see the local backend."""
+        self._builder_or_raise().use_drafters(name, fresh=fresh)
+
     def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for the live ones; False if some are left."""
         deadline = time.monotonic() + timeout_s
