@@ -53,7 +53,7 @@ def test_the_whole_command(
     done = run_ssd(
         "bench", "--suite", str(suite), "--model", str(tiny_model), "--draft-model",
         str(draft_model), "--modes", modes, "--rounds", "2", "--max-tokens", "12",
-        "--concurrency", "2", "--json", str(json_file), "--chart", str(chart),
+        "--concurrency", "2", "--json", str(json_file), "--chart", str(chart), timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(json_file.read_text(encoding="utf-8"))
