@@ -1,0 +1,94 @@
+"""Draft lengths: the best split, learned rates and costs, and nothing where nothing pays."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_workers.engine.draft_budget import AcceptanceRate, Candidate, allocate
+from ssd_workers.engine.step_cost import StepCost
+
+
+def rate_of(
+    candidates: list[Candidate], lengths: tuple[int, ...], base: float, row: float
+) -> float:
+    pairs = list(zip(candidates, lengths, strict=True))
+    tokens = sum(c.rate**j for c, length in pairs for j in range(length + 1))
+    return tokens / (base + sum(length * (row + c.draft_seconds) for c, length in pairs))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    candidates=st.lists(
+        st.builds(
+            Candidate,
+            limit=st.integers(0, 4),
+            rate=st.floats(0.01, 0.99),
+            draft_seconds=st.sampled_from([0.0, 0.002, 0.02]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    base=st.floats(0.02, 0.3),
+    row=st.floats(1e-4, 0.1),
+)
+def test_no_split_is_faster(candidates: list[Candidate], base: float, row: float) -> None:
+    got = allocate(candidates, base, row)
+    assert all(0 <= n <= c.limit for n, c in zip(got, candidates, strict=True))
+    choices = itertools.product(*(range(c.limit + 1) for c in candidates))
+    best = max(rate_of(candidates, lengths, base, row) for lengths in choices)
+    assert rate_of(candidates, tuple(got), base, row) == pytest.approx(best, rel=1e-9)
+
+
+def test_drafts_shrink_with_the_batch_to_nothing() -> None:
+    """Where rows are dear (a compute-bound batch), speculation stops by itself."""
+
+    def total(batch: int) -> int:
+        return sum(allocate([Candidate(8, 0.6)] * batch, 0.08 + 0.02 * batch, 0.02))
+
+    assert total(1) / 1 > total(8) / 8
+    assert total(200) == 0
+
+
+def test_a_dear_draft_model_is_not_used_where_it_loses() -> None:
+    assert allocate([Candidate(8, 0.4, draft_seconds=0.05)], 0.08, 0.001) == [0]
+    assert allocate([Candidate(8, 0.8, draft_seconds=0.005)], 0.08, 0.001)[0] >= 3
+
+
+def test_acceptance_rate_follows_what_happens() -> None:
+    rng = random.Random(0)
+    shared = AcceptanceRate()
+    for chance in (0.8, 0.1):
+        own = AcceptanceRate(shared)
+        for _ in range(300):
+            accepted = next((i for i in range(4) if rng.random() > chance), 4)
+            own.observe(4, accepted)
+        assert own.value == pytest.approx(chance, abs=0.15)
+        assert shared.value == pytest.approx(chance, abs=0.15)
+    # A new sequence starts from what the others had.
+    assert AcceptanceRate(shared).value == pytest.approx(shared.value)
+    before = own.value
+    own.observe(0, 0)
+    assert own.value == before
+
+
+def test_step_cost_learns_base_and_slope() -> None:
+    rng = random.Random(1)
+    cost = StepCost(0.5, 0.1)
+    for _ in range(400):
+        rows = rng.randint(1, 16)
+        cost.observe(rows, (0.08 + 0.002 * rows) * rng.uniform(0.95, 1.1))
+    assert cost.base + cost.per_row * 8 == pytest.approx(0.096, rel=0.15)
+    assert cost.per_row == pytest.approx(0.002, rel=0.5)
+
+
+def test_step_cost_survives_a_stall_and_equal_rows() -> None:
+    cost = StepCost(0.08, 0.002)
+    for _ in range(300):
+        cost.observe(4, 0.09)
+    cost.observe(4, 60.0)
+    assert 0 < cost.per_row < cost.base + cost.per_row * 4 < 0.2
