@@ -36,7 +36,7 @@ def answers_bar() -> Iterator[Callable[[int, int], None]]:
             if done * 10 // total > shown:
                 shown = done * 10 // total
                 left = (time.monotonic() - start) / done * (total - done) if done else None
-                rest = f", about {left / 60:.0f} min left" if left else ""
+                rest = f", about {_span(left)} left" if left else ""
                 note(f"{done} of {total} answers{rest}")
 
         yield say
@@ -59,6 +59,10 @@ def answers_bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bars.update(
             task, completed=done, total=total, note=f"{done} of {total} answers"
         )
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def check_output(option: str, path: Path) -> None:
