@@ -139,10 +139,10 @@ def settings() -> dict[str, Callable[[], Drafter]]:
     made["suffix, own tree only"] = partial(SuffixDrafter, max_requests=0)
     for depth in (24, 32):
         made[f"suffix depth={depth}"] = partial(SuffixDrafter, depth=depth)
-    for factor, offset in ((1, 1), (1.5, 0), (2, 0), (4, 0)):
+    for factor, offset in ((1, 0), (1, 1), (1.5, 0), (3, 0), (4, 0)):
         name = f"suffix factor={factor} offset={offset}"
         made[name] = partial(SuffixDrafter, factor=factor, offset=offset)
-    for min_prob in (0.05, 0.2, 0.3, 0.4, 0.5):
+    for min_prob in (0.05, 0.1, 0.15, 0.35, 0.5):
         made[f"suffix min_prob={min_prob}"] = partial(SuffixDrafter, min_prob=min_prob)
     made["hybrid (suffix, else ngram)"] = _hybrid
     return made

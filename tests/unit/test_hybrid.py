@@ -190,4 +190,4 @@ def test_with_the_real_drafters() -> None:
     hybrid.forget("old")
     assert suffix.num_remembered == 1
     views = [View([7, 8, 9, 10, 11, 12], "a"), View([1, 2, 3, 1], "b")]
-    assert hybrid.propose(views, [4, 4]) == [[13, 14], [2]]
+    assert hybrid.propose(views, [4, 4]) == [[13, 14], [2, 3]]

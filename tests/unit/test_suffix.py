@@ -65,7 +65,8 @@ def by_search(
                 counts = Counter(token for token, _ in following)
                 latest = dict(following)
                 token = max(counts, key=lambda t: (counts[t], latest[t]))
-                prob *= Fraction(counts[token], len(places))
+                doubt = Fraction(0) if draft else Fraction(-1 if is_own else 1, 1 if is_own else 2)
+                prob *= counts[token] / (len(places) + doubt)
                 if prob < min_prob:
                     break
                 draft.append(token)
@@ -125,20 +126,18 @@ def test_equals_a_search_however_the_sequence_grows(
 
 
 def test_the_longer_match_wins_a_tie_then_the_requests_own() -> None:
-    drafter = SuffixDrafter(min_prob=0.1)
-    remember(drafter, [5, 6, 7])
-    # One token can be drafted: after "6" in the old output, surely a 7, and so after "5 6".
-    assert drafter.propose([View([5, 6])], [1]) == [[7]]
-    # Half certain after either of two matches in the own tree; the longer one decides.
-    own = View([1, 2, 3, 9, 2, 4, 9, 2, 4, 1, 2], "b")
+    # After "1 2" came 3 and 5, half each, the 5 later; after 2 came 3 in two of four cases.
+    own = View([1, 2, 3, 1, 2, 5, 9, 2, 3, 9, 2, 4, 1, 2])
     ((draft, score),) = SuffixDrafter(max_requests=0).propose_scored([own], [1])
-    assert (draft, score) == ([3], 0.5)
-    # The same score from both trees.
-    both = SuffixDrafter()
-    remember(both, [1, 2, 8])
-    remember(both, [1, 2])
-    ((draft, score),) = both.propose_scored([View([1, 2, 3, 1, 2], "c")], [1])
-    assert (draft, score) == ([3], 0.5)
+    assert (draft, score) == ([5], 0.5)
+    # Two of three in the own text, and one single precedent elsewhere: the same score.
+    drafter = SuffixDrafter(max_tokens=1000)
+    remember(drafter, [2, 8])
+    own = View([2, 3, 2, 3, 2, 4, 2])
+    ((draft, score),) = drafter.propose_scored([own], [1])
+    assert (draft, score) == ([3], 2 / 3)
+    ((draft, score),) = drafter.propose_scored([View([9, 2], "b")], [1])
+    assert (draft, score) == ([8], 2 / 3)
 
 
 def test_scores_count_on_what_came_before() -> None:
@@ -147,8 +146,17 @@ def test_scores_count_on_what_came_before() -> None:
         remember(drafter, [10, 20, 30, last, 60])
     ((draft, score),) = drafter.propose_scored([View([10, 20, 30])], [2])
     assert draft == [40, 60]
-    assert score == 0.75 + 0.75
+    assert score == pytest.approx(2 * 3 / 4.5)
     assert SuffixDrafter(min_prob=0.8).propose([View([10, 20, 30])], [2]) == [[]]
+
+
+def test_the_draft_is_as_long_as_the_match_allows() -> None:
+    text = list(range(20))
+    lengths = [
+        len(SuffixDrafter(factor=f, offset=o).propose([View([*text, *text[3 : 3 + m]])], [9])[0])
+        for f, o, m in [(1.0, 0.0, 3), (2.0, 0.0, 1), (2.0, 0.0, 4), (1.5, 0.5, 2), (9.0, 0.0, 1)]
+    ]
+    assert lengths == [3, 2, 8, 3, 9]
 
 
 def test_outputs_are_remembered_and_prompts_are_not() -> None:
@@ -210,7 +218,7 @@ def test_an_output_longer_than_the_memory_keeps_its_end() -> None:
     drafter = SuffixDrafter(max_tokens=10)
     remember(drafter, list(range(100)))
     assert drafter._finished.num_tokens == 10
-    assert drafter.propose([View([93, 94])], [8]) == [[95, 96]]
+    assert drafter.propose([View([93, 94])], [8]) == [[95, 96, 97, 98]]
     assert drafter.propose([View([50, 51], "s")], [8]) == [[]]
 
 

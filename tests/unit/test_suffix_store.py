@@ -77,7 +77,7 @@ def test_a_drafter_starts_warm(path: Path) -> None:
     today.close()
     tomorrow = SuffixDrafter(store=open_store(path))
     assert tomorrow.num_remembered == 1
-    assert tomorrow.propose([View([9, 3])], [4]) == [[4]]
+    assert tomorrow.propose([View([9, 3])], [4]) == [[4, 5]]
     assert SuffixDrafter().propose([View([9, 3])], [4]) == [[]]
 
 
