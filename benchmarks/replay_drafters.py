@@ -28,6 +28,7 @@ from ssd_workers.engine.drafters.base import Drafter
 from ssd_workers.engine.drafters.hybrid import HybridDrafter
 from ssd_workers.engine.drafters.ngram import NgramDrafter
 from ssd_workers.engine.drafters.suffix import SuffixDrafter
+from ssd_workers.engine.logit_rules import RowRules
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Replay:
     prompt_length: int = field(init=False)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    by_rejection: bool = False
+
+    def rules(self, drafted: list[int]) -> RowRules | None:  # noqa: ARG002
+        """None: only a draft model would ask."""
+        return None
 
     def __post_init__(self) -> None:
         # The first token comes from the prefill.

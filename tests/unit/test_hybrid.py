@@ -153,6 +153,7 @@ def test_what_became_of_a_draft_goes_to_its_drafter() -> None:
     assert hybrid.usual < usual
     # A step without a draft says nothing about drafts.
     usual = hybrid.usual
+    hybrid.observe("a", 0, 0)
     hybrid.observe("b", 0, 0)
     hybrid.observe("unknown", 5, 5)
     assert (hybrid.usual, hybrid.trust) == (usual, trust)
