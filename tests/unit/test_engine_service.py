@@ -344,3 +344,17 @@ def test_close_cancels_what_runs(folder: Path) -> None:
     ended = reader.until_terminal()
     assert isinstance(ended, FinishedEvent)
     assert ended.finish_reason == "cancelled"
+
+
+def test_a_suffix_store_warms_the_next_start(folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "warm" / "store"
+    config = EngineConfig(model=str(folder), suffix_store=str(store))
+    with EngineService(config) as first:
+        cold = finish(first, request(first, mode="suffix", max_tokens=60))
+    assert store.is_file()
+    with EngineService(config) as second:
+        req = request(second, mode="suffix", max_tokens=60)
+        speculation = req.speculation.model_copy(update={"adaptive": False})
+        warm = finish(second, req.model_copy(update={"speculation": speculation}))
+    assert warm.text == cold.text
+    assert warm.speculation.num_accepted_tokens > 20

@@ -49,7 +49,12 @@ class RequestBuilder:
         self._max_model_len = max_model_len
         self._draft = draft
         self._drafters = DrafterSelection(target, draft, config.suffix_store)
-        self._named_drafters: dict[str, DrafterSelection] = {}
+        self._named_drafters = {"": self._drafters}
+
+    def close(self) -> None:
+        """Let the drafters write what they hold back."""
+        for drafters in self._named_drafters.values():
+            drafters.close()
 
     def use_drafters(self, name: str, *, fresh: bool) -> None:
         """Let requests from now on use the drafters called ``name``; see the local backend."""

@@ -147,7 +147,9 @@ class EngineService:
         if self._thread is not None:
             self._thread.join()
         self._engine = None
-        self._builder = None
+        builder, self._builder = self._builder, None
+        if builder is not None:
+            builder.close()
 
     def __enter__(self) -> EngineService:
         self.start()

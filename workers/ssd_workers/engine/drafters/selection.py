@@ -56,6 +56,10 @@ class DrafterSelection:
         }
         return drafters[mode]
 
+    def close(self) -> None:
+        """Write what the suffix drafter still holds back for its store."""
+        self._suffix.close()
+
 
 def _open_store(target: LoadedModel, path: str | None) -> SuffixStore | None:
     if path is None:
