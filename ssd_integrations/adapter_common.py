@@ -8,59 +8,30 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import SecretStr, ValidationError, field_validator
 
+from ssd_integrations.adapter_fields import (
+    CALL_OPTIONS,
+    ENGINE_OPTIONS,
+    SAMPLING_COLLECTIONS,
+    SAMPLING_OPTIONS,
+    SPECULATION_OPTIONS,
+    AdapterFields,
+)
 from ssd_integrations.backends.base import Backend
 from ssd_integrations.backends.shared import BackendOptions, ashared_backend, shared_backend
 from ssd_integrations.backends.wire import check_broker_url
-from ssd_integrations.errors import EngineError, InvalidRequestError
+from ssd_integrations.errors import InvalidRequestError
 from ssd_integrations.protocol import (
-    Event,
+    MAX_LOGPROBS,
     GenerationRequest,
-    QueueName,
-    SpeculationMode,
     build_request,
     build_sampling,
     build_speculation,
     describe_validation_error,
-    is_terminal,
-)
-
-SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
-CALL_OPTIONS = (
-    *SAMPLING_OPTIONS,
-    "stop",
-    "speculation",
-    "num_draft_tokens",
-    "timeout",
-    "queue",
-    "queue_timeout",
-)
-ENGINE_OPTIONS = (
-    "draft_model",
-    "dtype",
-    "device",
-    "max_num_seqs",
-    "max_model_len",
-    "num_threads",
-    "chat_template",
-)
-
-# What the answer depends on, statistics included; the rest says where, when and for how long.
-OUTPUT_OPTIONS = (
-    "model",
-    "draft_model",
-    "dtype",
-    "device",
-    "max_model_len",
-    "chat_template",
-    *SAMPLING_OPTIONS,
-    "stop",
-    "speculation",
-    "num_draft_tokens",
 )
 
 
@@ -73,72 +44,17 @@ class TokenCounter(Protocol):
         ...
 
 
-class AdapterParameters(BaseModel):
+def token_bytes(token: str) -> list[int] | None:
+    """The UTF-8 bytes of a token's text; None for part of a character, whose bytes it hides."""
+    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+
+
+class AdapterParameters(AdapterFields):
     """The parameters of both adapters; the frameworks add their own.
 
     Raises:
       InvalidRequestError: at construction, names the parameter and the value that is wrong.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    model: str = Field(
-        default="demo", description="`demo`, a folder, a GGUF file or a hub id; fixed per instance."
-    )
-    broker_url: SecretStr | str | None = Field(
-        default=None,
-        exclude=True,
-        repr=False,
-        description="Redis URL of the Celery workers, kept as a SecretStr since it may hold a "
-        "password; None runs the engine in this process.",
-    )
-    temperature: float = Field(default=0.0, description="0 is greedy decoding.")
-    top_p: float = 1.0
-    top_k: int = Field(default=0, description="0 keeps every token.")
-    min_p: float = 0.0
-    max_tokens: int | None = Field(default=None, description="None fills the context window.")
-    stop: list[str] | str | None = Field(
-        default=None, description="Strings that end the text; they are not part of it."
-    )
-    seed: int | None = Field(default=None, description="Same seed, same text. None draws afresh.")
-    speculation: SpeculationMode = Field(
-        default="auto", description="How drafts are made. Changes the speed, never the text."
-    )
-    num_draft_tokens: int | None = Field(
-        default=None, description="Longest draft per verification; None takes the engine's default."
-    )
-    timeout: float | None = Field(
-        default=None, description="Seconds until the whole answer must be there."
-    )
-    queue: QueueName = Field(default="interactive", description="Which queue of the workers.")
-    queue_timeout: float = Field(
-        default=60.0, description="Seconds until a worker must have taken the request."
-    )
-    draft_model: str | None = Field(
-        default=None, description="A smaller model with the same tokenizer (in process only)."
-    )
-    dtype: str | None = Field(
-        default=None, description="auto, int8, float32, bfloat16 or float16 (in process only)."
-    )
-    device: str | None = Field(default=None, description="auto, cpu, cuda... (in process only).")
-    max_num_seqs: int | None = Field(
-        default=None, description="Requests decoded together (in process only)."
-    )
-    max_model_len: int | None = Field(
-        default=None, description="Tokens of prompt and answer together (in process only)."
-    )
-    num_threads: int | None = Field(
-        default=None, description="Threads of the engine (in process only)."
-    )
-    chat_template: str | None = Field(
-        default=None, description="Jinja template in place of the model's own (in process only)."
-    )
-    backend: Backend | None = Field(
-        default=None,
-        exclude=True,
-        repr=False,
-        description="A ready backend, in place of the one that `model` and `broker_url` name.",
-    )
 
     def __init__(self, **data: Any) -> None:
         name = type(self).__name__
@@ -207,10 +123,17 @@ class AdapterParameters(BaseModel):
         return build_request(
             model=self.model,
             sampling=build_sampling(
-                stop=options["stop"] or (), **{name: options[name] for name in SAMPLING_OPTIONS}
+                logprobs=_num_logprobs(options, overrides),
+                **{name: options[name] for name in SAMPLING_OPTIONS},
+                **{
+                    name: options[name]
+                    for name in SAMPLING_COLLECTIONS
+                    if options[name] is not None
+                },
             ),
             speculation=build_speculation(
-                mode=options["speculation"], num_draft_tokens=options["num_draft_tokens"]
+                mode=options["speculation"],
+                **{name: options[name] for name in SPECULATION_OPTIONS},
             ),
             queue=options["queue"],
             queue_timeout_s=options["queue_timeout"],
@@ -235,34 +158,6 @@ class AdapterParameters(BaseModel):
             *self._engine_options().items(),
         )
 
-    def _run(self, request: GenerationRequest) -> Generator[Event]:
-        """The events of ``request``; closing the generator cancels the request."""
-        stream = self._open_backend().generate(request)
-        finished = False
-        try:
-            for event in stream:
-                finished = is_terminal(event)
-                yield event
-        finally:
-            if isinstance(stream, Generator):
-                stream.close()
-        if not finished:
-            raise _unfinished(request)
-
-    async def _arun(self, request: GenerationRequest) -> AsyncGenerator[Event]:
-        """:meth:`_run` for an event loop."""
-        stream = (await self._aopen_backend()).agenerate(request)
-        finished = False
-        try:
-            async for event in stream:
-                finished = is_terminal(event)
-                yield event
-        finally:
-            if isinstance(stream, AsyncGenerator):
-                await stream.aclose()
-        if not finished:
-            raise _unfinished(request)
-
     def _count_tokens(self, **content: Any) -> int:
         """Exact count of the prompt tokens of ``messages`` or ``prompt``.
 
@@ -286,8 +181,30 @@ def _check_engine_options(model: str, engine_options: Mapping[str, Any]) -> None
     build_engine_config(model=model, **engine_options)
 
 
-def _unfinished(request: GenerationRequest) -> EngineError:
-    return EngineError(f"The stream of request {request.request_id} ended before its answer did.")
+def _num_logprobs(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
+    """The protocol's one number from the frameworks' two parameters."""
+    wanted, top = options["logprobs"], options["top_logprobs"]
+    if wanted is not None and not isinstance(wanted, bool):
+        raise InvalidRequestError(
+            f"logprobs={wanted!r} is not True, False or None.",
+            remedy="For alternatives say logprobs=True, top_logprobs=N.",
+        )
+    if not wanted:
+        # A call that switches off what the constructor asked for need not name both.
+        switched_off = "logprobs" in overrides and overrides.get("top_logprobs") is None
+        if top is not None and not switched_off:
+            raise InvalidRequestError(
+                f"top_logprobs={top!r} is given without logprobs=True.",
+                remedy="Add logprobs=True, or leave out top_logprobs.",
+            )
+        return None
+    if top is None:
+        return 0
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs={top!r} is not a whole number from 0 to {MAX_LOGPROBS}."
+        )
+    return top
 
 
 def _warn_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ PROTOCOL_VERSION: Literal[1] = 1
 MAX_PROMPT_CHARS = 4_000_000
 MAX_MESSAGES = 10_000
 MAX_NEW_TOKENS = 1_000_000
+MAX_LOGPROBS = 20
 
 Role = Literal["system", "user", "assistant", "tool"]
 SpeculationMode = Literal["off", "ngram", "suffix", "model", "hybrid", "auto"]
@@ -96,7 +97,7 @@ class SamplingParams(_Message):
     logprobs: int | None = Field(
         default=None,
         ge=0,
-        le=20,
+        le=MAX_LOGPROBS,
         description="Report each token's log-probability and so many of the best alternatives.",
     )
 
@@ -264,7 +265,7 @@ class TokenLogprob(_Message):
     token_id: int = Field(ge=0)
     token: str
     logprob: float = Field(le=0.0)
-    top: tuple[TokenLogprob, ...] = Field(default=(), max_length=20)
+    top: tuple[TokenLogprob, ...] = Field(default=(), max_length=MAX_LOGPROBS)
 
 
 class DeltaEvent(_Message):

@@ -9,16 +9,25 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.language_models.chat_models import generate_from_stream
 from langchain_core.load import dumpd
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
 from pydantic import Field
 
-from ssd_integrations.adapter_common import OUTPUT_OPTIONS, AdapterParameters
+from ssd_integrations.adapter_common import AdapterParameters
+from ssd_integrations.adapter_fields import OUTPUT_OPTIONS
+from ssd_integrations.backends.choices import (
+    MAX_CHOICES,
+    aread,
+    aread_all,
+    check_choices,
+    choices,
+    read,
+    read_all,
+)
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.langchain.chunks import MODEL_PROVIDER, to_chunk
+from ssd_integrations.langchain.chunks import MODEL_PROVIDER, to_chunk, to_result, total_usage
 from ssd_integrations.langchain.errors import framework_errors
 from ssd_integrations.langchain.messages import to_contract
 from ssd_integrations.protocol import GenerationRequest
@@ -29,7 +38,7 @@ class ChatSSD(AdapterParameters, BaseChatModel):
 
     Construction is instant and offline; the model loads on the first call. The parameters are
     the fields of :class:`ssd_integrations.adapter_common.AdapterParameters`; those in
-    ``CALL_OPTIONS`` may also be given per call (``llm.invoke(x, temperature=0.8)``,
+    ``CALL_OPTIONS``, and ``n``, may also be given per call (``llm.invoke(x, temperature=0.8)``,
     ``llm.bind(stop=["END"])``) and then hold for that call alone.
 
     Closing a stream early, or cancelling the task that awaits an answer, cancels the request.
@@ -44,6 +53,18 @@ class ChatSSD(AdapterParameters, BaseChatModel):
         default=False, description="Send tokens to callbacks during `invoke` too."
     )
 
+    n: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Answers per call, from `generate`; they are decoded together.",
+    )
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        if self.streaming and self.n > 1:
+            raise _no_streams(self.n)
+
     @property
     def _llm_type(self) -> str:
         return "ssd-chat"
@@ -51,7 +72,7 @@ class ChatSSD(AdapterParameters, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything that changes the output, and nothing secret."""
-        return {name: getattr(self, name) for name in OUTPUT_OPTIONS}
+        return {name: getattr(self, name) for name in (*OUTPUT_OPTIONS, "n")}
 
     @property
     def _serialized(self) -> dict[str, Any]:  # type: ignore[override]
@@ -76,6 +97,17 @@ class ChatSSD(AdapterParameters, BaseChatModel):
         params["ls_provider"] = MODEL_PROVIDER
         return params
 
+    def _streaming_disabled(self, **kwargs: Any) -> bool:
+        # Handlers that would like tokens get the whole of several answers; a stream that the
+        # caller asked for goes on, and is refused.
+        asked_for = kwargs.get("stream") or self.streaming
+        if self._n(kwargs) > 1 and not asked_for:
+            return True
+        return super()._streaming_disabled(**kwargs)
+
+    def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
+        return total_usage(_llm_outputs)
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -84,7 +116,9 @@ class ChatSSD(AdapterParameters, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         del run_manager  # The base class reports an answer that is not streamed.
-        return generate_from_stream(self._stream(messages, stop, **kwargs))
+        with framework_errors():
+            requests = choices(self._request(messages, stop, kwargs), self._n(kwargs))
+            return to_result(read_all(self._open_backend(), requests))
 
     async def _agenerate(
         self,
@@ -94,8 +128,9 @@ class ChatSSD(AdapterParameters, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         del run_manager
-        chunks = [chunk async for chunk in self._astream(messages, stop, **kwargs)]
-        return generate_from_stream(iter(chunks))
+        with framework_errors():
+            requests = choices(self._request(messages, stop, kwargs), self._n(kwargs))
+            return to_result(await aread_all(await self._aopen_backend(), requests))
 
     def _stream(
         self,
@@ -104,13 +139,15 @@ class ChatSSD(AdapterParameters, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with framework_errors(), closing(self._run(self._request(messages, stop, kwargs))) as run:
-            for event in run:
-                chunk = to_chunk(event)
-                if chunk is not None:
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        with framework_errors():
+            request = self._stream_request(messages, stop, kwargs)
+            with closing(read(self._open_backend(), request)) as run:
+                for event in run:
+                    chunk = to_chunk(event)
+                    if chunk is not None:
+                        if run_manager:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     async def _astream(
         self,
@@ -120,7 +157,8 @@ class ChatSSD(AdapterParameters, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with framework_errors():
-            async with aclosing(self._arun(self._request(messages, stop, kwargs))) as run:
+            request = self._stream_request(messages, stop, kwargs)
+            async with aclosing(aread(await self._aopen_backend(), request)) as run:
                 async for event in run:
                     chunk = to_chunk(event)
                     if chunk is not None:
@@ -128,11 +166,23 @@ class ChatSSD(AdapterParameters, BaseChatModel):
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
 
+    def _n(self, options: dict[str, Any]) -> int:
+        with framework_errors():
+            return check_choices(options.get("n", self.n))
+
+    def _stream_request(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
+    ) -> GenerationRequest:
+        n = self._n(options)
+        if n > 1:
+            raise _no_streams(n)
+        return self._request(messages, stop, options)
+
     def _request(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
     ) -> GenerationRequest:
         # `stream` is the framework's own switch between `_generate` and `_stream`.
-        given = {name: value for name, value in options.items() if name != "stream"}
+        given = {name: value for name, value in options.items() if name not in ("stream", "n")}
         return self._build_request({**given, "stop": stop}, messages=to_contract(messages))
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -175,3 +225,10 @@ class ChatSSD(AdapterParameters, BaseChatModel):
             return super().get_num_tokens_from_messages(messages, tools)
         with framework_errors():
             return self._count_tokens(messages=to_contract(messages))
+
+
+def _no_streams(n: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"n={n} answers cannot be streamed as one.",
+        remedy="Use generate() or invoke() without streaming, or n=1.",
+    )

@@ -1,12 +1,17 @@
-"""Events of the contract as LangChain chunks."""
+"""Events of the contract as LangChain chunks and results."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from langchain_core.language_models.chat_models import generate_from_stream
 from langchain_core.messages import AIMessageChunk
 from langchain_core.messages.ai import UsageMetadata
-from langchain_core.outputs import ChatGenerationChunk
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent
+from ssd_integrations.adapter_common import token_bytes
+from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, TokenLogprob, Usage
 
 MODEL_PROVIDER = "ssd"
 
@@ -14,14 +19,63 @@ MODEL_PROVIDER = "ssd"
 def to_chunk(event: Event) -> ChatGenerationChunk | None:
     """The chunk that tells of ``event``, or None where there is nothing to tell.
 
-    Metadata rides on the last chunk only: merging chunks concatenates equal strings and adds
-    equal numbers, so anything sent twice would come out wrong.
+    Merging chunks concatenates equal strings and adds equal numbers, so metadata rides on the
+    last chunk only; lists are joined, so log-probabilities ride with their tokens.
     """
-    if isinstance(event, DeltaEvent) and event.text:
-        return ChatGenerationChunk(message=AIMessageChunk(content=event.text))
+    if isinstance(event, DeltaEvent) and (event.text or event.logprobs):
+        metadata = {"logprobs": {"content": _logprobs(event.logprobs)}} if event.logprobs else {}
+        message = AIMessageChunk(content=event.text, response_metadata=metadata)
+        return ChatGenerationChunk(message=message)
     if isinstance(event, FinishedEvent):
         return ChatGenerationChunk(message=_last_message(event))
     return None
+
+
+def to_result(answers: Sequence[Sequence[Event]]) -> ChatResult:
+    """One generation for the events of each of ``answers``.
+
+    The usage of several together is in ``llm_output``; a single one has it in its message.
+    """
+    generations = [_generation(events) for events in answers]
+    usages = [end.usage for events in answers for end in events if isinstance(end, FinishedEvent)]
+    several = len(answers) > 1
+    return ChatResult(generations=generations, llm_output=_sum(usages) if several else None)
+
+
+def total_usage(outputs: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
+    """The sum of what :func:`to_result` put into ``llm_output``; a cached answer costs nothing."""
+    usages = [Usage(**output["token_usage"]) for output in outputs if output]
+    return _sum(usages) if usages else {}
+
+
+def _generation(events: Sequence[Event]) -> ChatGeneration:
+    chunks = (to_chunk(event) for event in events)
+    result = generate_from_stream(chunk for chunk in chunks if chunk is not None)
+    return result.generations[0]
+
+
+def _sum(usages: Iterable[Usage]) -> dict[str, Any]:
+    total = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    for usage in usages:
+        for name in total:
+            total[name] += getattr(usage, name)
+    return {"token_usage": total}
+
+
+def _logprob_fields(logprob: TokenLogprob) -> dict[str, Any]:
+    """As langchain-openai writes them; the token id has no place there."""
+    return {
+        "token": logprob.token,
+        "logprob": logprob.logprob,
+        "bytes": token_bytes(logprob.token),
+    }
+
+
+def _logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    return [
+        {**_logprob_fields(entry), "top_logprobs": [_logprob_fields(top) for top in entry.top]}
+        for entry in logprobs
+    ]
 
 
 def _last_message(event: FinishedEvent) -> AIMessageChunk:

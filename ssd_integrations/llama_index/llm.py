@@ -24,6 +24,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from pydantic import Field, PrivateAttr
 
 from ssd_integrations.adapter_common import AdapterParameters
+from ssd_integrations.backends.choices import aread, read
 from ssd_integrations.errors import InvalidRequestError
 from ssd_integrations.llama_index.messages import to_contract
 from ssd_integrations.llama_index.responses import Answer
@@ -149,14 +150,14 @@ class SSDLLM(AdapterParameters, FunctionCallingLLM):
 
     def _answer(self, request: GenerationRequest) -> Answer:
         answer = Answer()
-        for event in self._run(request):
+        for event in read(self._open_backend(), request):
             answer.add(event)
         self._learn(answer)
         return answer
 
     async def _aanswer(self, request: GenerationRequest) -> Answer:
         answer = Answer()
-        async for event in self._arun(request):
+        async for event in aread(await self._aopen_backend(), request):
             answer.add(event)
         self._learn(answer)
         return answer
@@ -165,7 +166,7 @@ class SSDLLM(AdapterParameters, FunctionCallingLLM):
         self, request: GenerationRequest, build: Callable[[Answer], Response]
     ) -> Generator[Response, None, None]:
         answer = Answer()
-        with closing(self._run(request)) as run:
+        with closing(read(self._open_backend(), request)) as run:
             for event in run:
                 if answer.add(event):
                     self._learn(answer)
@@ -175,7 +176,7 @@ class SSDLLM(AdapterParameters, FunctionCallingLLM):
         self, request: GenerationRequest, build: Callable[[Answer], Response]
     ) -> AsyncGenerator[Response, None]:
         answer = Answer()
-        async with aclosing(self._arun(request)) as run:
+        async with aclosing(aread(await self._aopen_backend(), request)) as run:
             async for event in run:
                 if answer.add(event):
                     self._learn(answer)

@@ -11,22 +11,26 @@ from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
     CompletionResponse,
+    LogProb,
     MessageRole,
 )
 
-from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent
+from ssd_integrations.adapter_common import token_bytes
+from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, TokenLogprob
 
 
 class Answer:
     """The answer to one request as far as it has come.
 
     ``text`` is all of it, ``delta`` what the latest event added, ``raw`` (usage, finish reason,
-    speculation statistics, timing) comes with the end.
+    speculation statistics, timing) comes with the end. ``logprobs`` goes with ``text``: a list
+    for each token, the token itself first and then the best alternatives to it.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.delta = ""
+        self.logprobs: list[list[LogProb]] | None = None
         self.finished: FinishedEvent | None = None
 
     def add(self, event: Event) -> bool:
@@ -34,7 +38,10 @@ class Answer:
         if isinstance(event, DeltaEvent):
             self.delta = event.text
             self.text += event.text
-            return bool(event.text)
+            if event.logprobs:
+                found = [_logprobs(entry) for entry in event.logprobs]
+                self.logprobs = [*(self.logprobs or ()), *found]
+            return bool(event.text or event.logprobs)
         if isinstance(event, FinishedEvent):
             self.delta = ""
             self.finished = event
@@ -58,8 +65,18 @@ class Answer:
     def chat(self) -> ChatResponse:
         """One step of a chat stream, or its end."""
         message = ChatMessage(role=MessageRole.ASSISTANT, content=self.text)
-        return ChatResponse(message=message, delta=self.delta, raw=self.raw)
+        return ChatResponse(message=message, delta=self.delta, raw=self.raw, logprobs=self.logprobs)
 
     def completion(self) -> CompletionResponse:
         """One step of a completion stream, or its end."""
-        return CompletionResponse(text=self.text, delta=self.delta, raw=self.raw)
+        return CompletionResponse(
+            text=self.text, delta=self.delta, raw=self.raw, logprobs=self.logprobs
+        )
+
+
+def _logprobs(entry: TokenLogprob) -> list[LogProb]:
+    others = [top for top in entry.top if top.token_id != entry.token_id]
+    return [
+        LogProb(token=item.token, logprob=item.logprob, bytes=token_bytes(item.token) or [])
+        for item in (entry, *others)
+    ]

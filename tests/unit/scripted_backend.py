@@ -16,6 +16,7 @@ from ssd_integrations.protocol import (
     SpeculationStats,
     StartedEvent,
     Timing,
+    TokenLogprob,
     Usage,
 )
 
@@ -37,6 +38,18 @@ STATS = SpeculationStats(
     draft_acceptance_rate=0.75,
     acceptance_histogram=(0, 1, 1),
 )
+
+
+def _logprobs(token_id: int, token: str, num_top: int | None) -> tuple[TokenLogprob, ...] | None:
+    """The token itself as the best one, then the tokens 90, 91..."""
+    if num_top is None:
+        return None
+    ranked = [(token_id, token), *((90 + i, f"<{90 + i}>") for i in range(num_top))][:num_top]
+    top = tuple(
+        TokenLogprob(token_id=id_, token=text, logprob=-0.5 * (rank + 1))
+        for rank, (id_, text) in enumerate(ranked)
+    )
+    return (TokenLogprob(token_id=token_id, token=token, logprob=-0.5, top=top),)
 
 
 class ScriptedBackend:
@@ -62,7 +75,12 @@ class ScriptedBackend:
         request_id = request.request_id
         yield StartedEvent(request_id=request_id, model=request.model, prompt_tokens=7)
         for index, piece in enumerate(self.pieces):
-            yield DeltaEvent(request_id=request_id, text=piece, token_ids=(index,))
+            yield DeltaEvent(
+                request_id=request_id,
+                text=piece,
+                token_ids=(index,),
+                logprobs=_logprobs(index, piece, request.sampling.logprobs),
+            )
         if self.error is not None:
             raise self.error
         yield FinishedEvent(

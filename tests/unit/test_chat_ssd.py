@@ -97,8 +97,19 @@ def test_constructor_parameters_reach_the_request() -> None:
         max_tokens=12,
         stop=["END"],
         seed=3,
-        speculation="ngram",
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=-0.4,
+        logit_bias={5: -100, 7: 2.5},
+        min_tokens=2,
+        stop_token_ids=[8, 9],
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=4,
+        speculation="hybrid",
         num_draft_tokens=5,
+        adaptive=False,
+        acceptance="rejection",
         timeout=9.0,
         queue="batch",
         queue_timeout=4.0,
@@ -115,8 +126,21 @@ def test_constructor_parameters_reach_the_request() -> None:
         "max_tokens": 12,
         "stop": ("END",),
         "seed": 3,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": -0.4,
+        "logit_bias": {5: -100, 7: 2.5},
+        "min_tokens": 2,
+        "stop_token_ids": (8, 9),
+        "ignore_eos": True,
+        "logprobs": 4,
     }
-    assert (request.speculation.mode, request.speculation.num_draft_tokens) == ("ngram", 5)
+    assert request.speculation.model_dump() == {
+        "mode": "hybrid",
+        "num_draft_tokens": 5,
+        "adaptive": False,
+        "acceptance": "rejection",
+    }
     assert (request.timeout_s, request.queue, request.queue_timeout_s) == (9.0, "batch", 4.0)
 
 
@@ -283,6 +307,23 @@ def test_callbacks_see_each_token_once() -> None:
         ({"seed": -1}, "seed=-1"),
         ({"speculation": "magic"}, "speculation='magic'"),
         ({"num_draft_tokens": 65}, "num_draft_tokens=65"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5"),
+        ({"frequency_penalty": -3}, "frequency_penalty=-3"),
+        ({"logit_bias": {3: 101}}, "logit_bias.3=101"),
+        ({"logit_bias": {-3: 1}}, "logit_bias.-3"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is more than max_tokens=8"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0=-1"),
+        ({"logprobs": 3}, "logprobs=3"),
+        ({"top_logprobs": 3}, "without logprobs=True"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs=21"),
+        ({"acceptance": "maybe"}, "acceptance='maybe'"),
+        ({"adaptive": "perhaps"}, "adaptive='perhaps'"),
+        ({"n": 0}, "n=0"),
+        ({"n": 17}, "n=17"),
+        ({"n": 2, "streaming": True}, "n=2 answers cannot be streamed"),
+        ({"broker_url": SECRET, "suffix_store": "s"}, "suffix_store cannot be set here"),
         ({"timeout": 0}, "timeout_s=0"),
         ({"queue": "express"}, "queue='express'"),
         ({"queue_timeout": -2}, "queue_timeout_s=-2"),
@@ -340,7 +381,7 @@ def test_secrets_stay_out_of_everything_printed() -> None:
 
 
 def test_serialisation_round_trip() -> None:
-    llm = ChatSSD(broker_url=SECRET, temperature=0.4, stop=["x"], seed=0)
+    llm = ChatSSD(broker_url=SECRET, temperature=0.4, stop=["x"], seed=0, logit_bias={3: 1.5}, n=2)
     text = dumps(llm)
     back = loads(
         text,
@@ -374,6 +415,20 @@ def test_pickle_and_copy() -> None:
         {"chat_template": "{{ messages }}"},
         {"dtype": "float32"},
         {"max_model_len": 64},
+        {"suffix_store": "answers.ssd"},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 2},
+        {"stop_token_ids": [3]},
+        {"ignore_eos": True},
+        {"logprobs": True},
+        {"speculation": "off"},
+        {"num_draft_tokens": 3},
+        {"adaptive": False},
+        {"acceptance": "rejection"},
+        {"n": 2},
     ],
 )
 def test_what_changes_the_output_changes_the_identity(change: dict[str, Any]) -> None:

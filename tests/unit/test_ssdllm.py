@@ -229,7 +229,7 @@ def test_secrets_stay_out() -> None:
 
 
 def test_serialisation_pickle_and_copy() -> None:
-    llm = SSDLLM(model="m", temperature=0.4, stop=["x"], seed=0)
+    llm = SSDLLM(model="m", temperature=0.4, stop=["x"], seed=0, logit_bias={3: 1.5})
     back = SSDLLM.from_dict(llm.to_dict())
     for other in (back, pickle.loads(pickle.dumps(llm)), copy.deepcopy(llm)):
         assert other.to_dict() == llm.to_dict()
