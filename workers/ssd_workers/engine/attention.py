@@ -10,6 +10,9 @@ must have a shape and a summation order that depend on the row alone:
   rows (padded with zero rows), where BLAS libraries compute each row alike whatever the number of
   rows. That is a property of the library, so :func:`rows_are_exact` checks it on the machine at
   hand; where it does not hold, each row is multiplied alone.
+
+Off the CPU no library promises that, so all rows of a sequence go into one product: few launches
+count more there. See :mod:`ssd_workers.engine.attention_kernels` for torch's fused attention.
 """
 
 from __future__ import annotations
@@ -18,26 +21,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from ssd_workers.engine.kv_cache import BLOCK, SequenceCache
+from ssd_integrations.errors import UnsupportedModelError
+from ssd_workers.engine.attention_kernels import SdpaSpans
+from ssd_workers.engine.config import AttnImplementation
+from ssd_workers.engine.kv_cache import BLOCK, SequenceCache, Span
 
 ATTENTION_NAME = "ssd_packed_rows"
 MIN_ROWS = 16
 
+Grouping = Literal["row", "block", "span"]
+"""Which rows of a sequence share a product: none, those with the same blocks of keys, or all."""
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive rows of one sequence: ``rows`` new positions that start at ``start``."""
-
-    cache: SequenceCache
-    start: int
-    rows: int
+# What some models hand to their attention and this one does not compute.
+_NOT_COMPUTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,21 @@ class PackedStep(Cache):  # type: ignore[misc]
     ``update`` writes each sequence's rows at its own place; :meth:`attend` reads them.
     """
 
-    def __init__(self, spans: Sequence[Span], *, group_rows: bool) -> None:
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        *,
+        grouping: Grouping,
+        implementation: AttnImplementation = "packed",
+    ) -> None:
         self.layers: list[Any] = []  # the base class looks here; the caches are in the spans
         self.spans = list(spans)
         self.written_layers: set[int] = set()
         self.attended_layers: set[int] = set()
-        self._group_rows = group_rows
-        self._groups: dict[int | None, list[_Group]] = {}
+        self._grouping = grouping
+        self._sdpa = SdpaSpans(self.spans) if implementation == "sdpa" else None
+        # Layers may be on different devices.
+        self._groups: dict[tuple[int | None, torch.device], list[_Group]] = {}
 
     is_compileable = False
 
@@ -111,6 +122,8 @@ class PackedStep(Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """``[1, heads, total_rows, head_dim]`` queries to ``[1, total_rows, heads, head_dim]``."""
         self.attended_layers.add(layer)
+        if self._sdpa is not None:
+            return self._sdpa.attend(layer, query, scaling=scaling, window=window, softcap=softcap)
         heads, total, dim = query.shape[1:]
         kv_heads = self.spans[0].cache.read(layer, 0, 1)[0].shape[0]
         per_kv = heads // kv_heads
@@ -123,7 +136,7 @@ class PackedStep(Cache):  # type: ignore[misc]
             first, last = group.first * per_kv, group.last * per_kv
             rows = packed[:, first:last]
             count = last - first
-            if count < MIN_ROWS:
+            if count < MIN_ROWS and self._grouping != "span":
                 rows = nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count))
             scores = torch.matmul(rows, keys.transpose(1, 2))
             if softcap is not None:
@@ -136,9 +149,9 @@ class PackedStep(Cache):  # type: ignore[misc]
         return out.view(kv_heads, total, per_kv, dim).transpose(0, 1).reshape(1, total, heads, dim)
 
     def _plan(self, window: int | None, device: torch.device) -> list[_Group]:
-        groups = self._groups.get(window)
+        groups = self._groups.get((window, device))
         if groups is None:
-            groups = self._groups[window] = list(self._make_groups(window, device))
+            groups = self._groups[window, device] = list(self._make_groups(window, device))
         return groups
 
     def _make_groups(self, window: int | None, device: torch.device) -> Sequence[_Group]:
@@ -147,19 +160,27 @@ class PackedStep(Cache):  # type: ignore[misc]
         for span in self.spans:
             first = 0
             while first < span.rows:
-                blocks = _key_blocks(span.start + first, window)
-                last = first + 1
-                while (
-                    self._group_rows
-                    and last < span.rows
-                    and _key_blocks(span.start + last, window) == blocks
-                ):
-                    last += 1
-                invalid = _invalid_keys(span.start + first, last - first, blocks, window, device)
-                groups.append(_Group(span.cache, row + first, row + last, *blocks, invalid))
+                last = self._group_end(span, first, window)
+                # The widest of the group: from the first row's keys to the last row's.
+                start, _ = _key_blocks(span.start + first, window)
+                _, end = _key_blocks(span.start + last - 1, window)
+                invalid = _invalid_keys(
+                    span.start + first, last - first, (start, end), window, device
+                )
+                groups.append(_Group(span.cache, row + first, row + last, start, end, invalid))
                 first = last
             row += span.rows
         return groups
+
+    def _group_end(self, span: Span, first: int, window: int | None) -> int:
+        if self._grouping == "span":
+            return span.rows
+        last = first + 1
+        if self._grouping == "block":
+            blocks = _key_blocks(span.start + first, window)
+            while last < span.rows and _key_blocks(span.start + last, window) == blocks:
+                last += 1
+        return last
 
 
 def _key_blocks(position: int, window: int | None) -> tuple[int, int]:
@@ -197,9 +218,15 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention layers call under ``ATTENTION_NAME``."""
-    del key, value, attention_mask, kwargs
+    del key, value, attention_mask
     if ssd_step is None:
         raise RuntimeError("this attention runs only under ssd_workers' ModelRunner")
+    for name in _NOT_COMPUTED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} needs {name!r} in its attention, which this engine "
+                "does not compute."
+            )
     if scaling is None:
         scaling = head_scale(query)
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -61,6 +61,8 @@ class Engine:
         started = time.perf_counter()
         logits = self._target.runner.forward([r.block for r in rows])
         if not any(r.sequence.in_prefill for r in rows):
+            # Launching is not running; verification would wait here in any case.
+            self._target.runner.synchronize()
             self._cost.observe(sum(len(r.block.token_ids) for r in rows), _elapsed(started))
         for r, verdict in zip(rows, verify(rows, logits, self._decode), strict=True):
             if verdict.emitted:

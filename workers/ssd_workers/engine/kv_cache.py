@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 BLOCK = 64
@@ -50,6 +52,15 @@ class SequenceCache:
     def truncate(self, length: int) -> None:
         """Forget every position at and beyond ``length``."""
         self.length = min(self.length, length)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one sequence: ``rows`` new positions that start at ``start``."""
+
+    cache: SequenceCache
+    start: int
+    rows: int
 
 
 def _round_up(n: int) -> int:

@@ -22,11 +22,13 @@ from ssd_integrations.errors import (
     DraftModelMismatchError,
     InvalidRequestError,
     ModelLoadError,
+    SSDError,
     UnsupportedModelError,
 )
 from ssd_workers.engine import int8, int8_cache
 from ssd_workers.engine.attention import ATTENTION_NAME
-from ssd_workers.engine.config import DType, EngineConfig
+from ssd_workers.engine.config import AttnImplementation, DType, EngineConfig
+from ssd_workers.engine.placement import DeviceMap, Placement, missing_package
 from ssd_workers.engine.quiet import no_foreign_bars
 from ssd_workers.engine.runner import ModelRunner
 from ssd_workers.models.store import ModelSource, resolve_model
@@ -65,38 +67,81 @@ def load_engine_models(
       SSDError: as :func:`load_model`.
     """
     target_source = resolve_model(config.model, progress=progress)
-    if config.draft_model is None:
-        target = load_model(target_source, config.dtype, config.device, progress)
+    draft_source = None
+    if config.draft_model is not None:
+        draft_source = resolve_model(config.draft_model, progress=progress)
+        _check_same_tokenizer(target_source, draft_source)
+    target = load_model(
+        target_source,
+        config.dtype,
+        config.device,
+        progress,
+        attention=config.attn_implementation,
+        device_map=config.device_map_for_loading(),
+        quantization=config.quantization_for_loading(),
+    )
+    if draft_source is None:
         return target, None
-    draft_source = resolve_model(config.draft_model, progress=progress)
-    _check_same_tokenizer(target_source, draft_source)
-    target = load_model(target_source, config.dtype, config.device, progress)
     # The draft runs at the target's precision: cheaper than float32 and never part of the text.
     dtype = cast(DType, target.dtype)
-    draft = load_model(draft_source, dtype, config.device, progress)
+    draft = load_model(
+        draft_source, dtype, str(target.device), progress, attention=config.attn_implementation
+    )
     return target, draft
 
 
-def load_model(source: ModelSource, dtype: DType, device: str, progress: Progress) -> LoadedModel:
+def load_model(
+    source: ModelSource,
+    dtype: DType,
+    device: str,
+    progress: Progress,
+    *,
+    attention: AttnImplementation = "packed",
+    device_map: DeviceMap | None = None,
+    quantization: dict[str, Any] | None = None,
+) -> LoadedModel:
     """Load ``source`` for decoding.
+
+    Parameters:
+      source: the model.
+      dtype: precision of what is computed; ``quantization`` may store weights in fewer bits.
+      device: where the model goes; with a ``device_map``, where token ids go in is found out.
+      progress: told how far it is.
+      attention: how rows attend to their keys.
+      device_map: as transformers takes it, to spread the model over devices.
+      quantization: fields of transformers' ``quantization_config``.
 
     Raises:
       UnsupportedModelError: an architecture whose state cannot be rolled back.
-      InvalidRequestError: a dtype or device that this machine does not have.
+      InvalidRequestError: a dtype, device or quantization that this machine does not have.
+      MissingExtraError: the quantization needs a package that is not installed.
       ModelLoadError: files are damaged or missing.
     """
     chosen_device = _choose_device(device)
     config = _load_config(source)
-    chosen_dtype = _choose_dtype(dtype, chosen_device, source)
+    if isinstance(device_map, dict):
+        for place in dict.fromkeys(device_map.values()):
+            _choose_device(f"cuda:{place}" if isinstance(place, int) else place)
+    placement = Placement(chosen_device, device_map, quantization)
+    chosen_dtype = _choose_dtype(dtype, placement, source)
     tokenizer = _load_tokenizer(source)
     progress("load model", 0, 1, "models")
     try:
-        model = _load_weights(source, chosen_dtype, chosen_device, progress)
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        model = _load_weights(source, chosen_dtype, placement, progress)
+    except SSDError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(
+            f"Model {source.name!r} does not fit the memory of {chosen_device}: {error}",
+            remedy="Use a smaller dtype, quantization=, device_map='auto', or a smaller model.",
+        ) from error
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"Model {source.name!r} cannot be loaded: {error}") from error
     progress("load model", 1, 1, "models")
     text_config = config.get_text_config(decoder=True)
-    runner = ModelRunner(model, chosen_device)
+    if device_map is not None:
+        chosen_device = model.get_input_embeddings().weight.device
+    runner = ModelRunner(model, chosen_device, attention)
     runner.check_supported(source.name)
     return LoadedModel(
         name=source.name,
@@ -126,13 +171,14 @@ def _choose_device(device: str) -> torch.device:
     return chosen
 
 
-def _choose_dtype(dtype: DType, device: torch.device, source: ModelSource) -> str:
+def _choose_dtype(dtype: DType, placement: Placement, source: ModelSource) -> str:
+    device = placement.device
     if dtype == "auto":
         if device.type != "cpu":
             return "bfloat16"
         # Only the demo model is quantised unasked: changing the precision of somebody's own model
         # changes its words, and that is theirs to decide.
-        dtype = "int8" if source.name == "demo" else "float32"
+        dtype = "int8" if source.name == "demo" and placement.is_plain else "float32"
     if dtype == "int8":
         if device.type != "cpu":
             raise InvalidRequestError(
@@ -195,19 +241,28 @@ def _check_same_tokenizer(target: ModelSource, draft: ModelSource) -> None:
 
 
 def _load_weights(
-    source: ModelSource, dtype: str, device: torch.device, progress: Progress
+    source: ModelSource, dtype: str, placement: Placement, progress: Progress
 ) -> PreTrainedModel:
     if dtype == "int8":
         folder = int8_cache.ensure_int8(source, progress)
         return int8_cache.load_int8(source.path, folder, ATTENTION_NAME, progress)
-    with no_foreign_bars():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source.path,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=False,
-        )
-    return model.to(device).eval()  # type: ignore[arg-type]
+    arguments = placement.loading_arguments()
+    try:
+        with no_foreign_bars():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                source.path,
+                dtype=getattr(torch, dtype),
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=False,
+                **arguments,
+            )
+    except ImportError as error:
+        if placement.quantization is None:
+            raise
+        raise missing_package(placement.quantization, error) from error
+    # Quantised and spread weights are where they belong, and some cannot be moved.
+    placed = model.to(placement.device) if placement.is_plain else model  # type: ignore[arg-type]
+    return placed.eval()
 
 
 def _context_length(text_config: Any) -> int:

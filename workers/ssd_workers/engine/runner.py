@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd_integrations.errors import UnsupportedModelError
-from ssd_workers.engine.attention import PackedStep, Span, rows_are_exact
-from ssd_workers.engine.kv_cache import SequenceCache
+from ssd_workers.engine.attention import Grouping, PackedStep, rows_are_exact
+from ssd_workers.engine.config import AttnImplementation
+from ssd_workers.engine.kv_cache import SequenceCache, Span
 from ssd_workers.engine.step_cost import StepCost
 
 
@@ -28,21 +29,33 @@ class RowBlock:
 
 
 class ModelRunner:
-    """Runs a decoder-only transformers model on packed rows; owns no sequence."""
+    """Runs a decoder-only transformers model on packed rows; owns no sequence.
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    Parameters:
+      model: loaded with this engine's attention.
+      device: where token ids go in and logits come out.
+      attention: how rows attend to their keys.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        attention: AttnImplementation = "packed",
+    ) -> None:
         self.model = model
         self.device = device
+        self._attention = attention
         config = model.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         heads: int = config.num_attention_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        # Off the CPU rows are not bit-exact anyway, so they are grouped for speed.
-        self._group_rows = device.type != "cpu" or rows_are_exact(
-            kv_heads, heads // kv_heads, head_dim
-        )
+        self.grouping: Grouping = "span"
+        if device.type == "cpu":
+            exact = rows_are_exact(kv_heads, heads // kv_heads, head_dim)
+            self.grouping = "block" if exact else "row"
 
     def calibrate(self) -> StepCost:
         """What a forward of few rows costs here, in seconds; refined while decoding."""
@@ -55,6 +68,11 @@ class ModelRunner:
         started = time.perf_counter()
         self.forward([RowBlock(cache, [1] * rows, rows)]).argmax(-1).tolist()
         return time.perf_counter() - started
+
+    def synchronize(self) -> None:
+        """Wait until what was asked of the device is done, so that a clock can be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def new_cache(self, expected_length: int = 0) -> SequenceCache:
         """An empty cache, sized at first for ``expected_length`` positions."""
@@ -82,7 +100,7 @@ class ModelRunner:
             ids.extend(block.token_ids)
             positions.extend(range(start, start + rows))
             kept.extend(range(len(ids) - block.keep, len(ids)))
-        step = PackedStep(spans, group_rows=self._group_rows)
+        step = PackedStep(spans, grouping=self.grouping, implementation=self._attention)
         output = self.model(
             input_ids=torch.tensor([ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
@@ -104,6 +122,10 @@ class ModelRunner:
         refusal = f"Model {name!r} ({type(self.model).__name__}) cannot be decoded by this engine:"
         try:
             step, _ = self._forward([RowBlock(self.new_cache(), [1, 2, 3], 1)])
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{refusal} {error.message}", remedy=error.remedy
+            ) from error
         except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError) as error:
             raise UnsupportedModelError(f"{refusal} {error}.") from error
         expected = set(range(self.num_layers))
