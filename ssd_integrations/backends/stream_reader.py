@@ -107,7 +107,8 @@ class StreamCursor:
         self._num_tokens += len(tokens)
         if not text and not tokens:
             return None
-        return event.model_copy(update={"text": text, "token_ids": tokens})
+        logprobs = None if event.logprobs is None else event.logprobs[known_tokens:]
+        return event.model_copy(update={"text": text, "token_ids": tokens, "logprobs": logprobs})
 
 
 class StreamWatch:

@@ -16,7 +16,12 @@ from ssd_integrations.cli.failures import (
     usage_errors,
 )
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.cli.render import note, stats_line, write_text
+from ssd_integrations.cli.render import note, stats_line, write_delta, write_text
+from ssd_integrations.cli.request_options import (
+    EngineOptions,
+    RequestOptions,
+    parse_logit_bias,
+)
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.errors import InvalidRequestError, SSDError
 from ssd_integrations.protocol import Message
@@ -56,14 +61,24 @@ def chat(
     draft_model: opt.DraftModel = None,
     speculation: opt.Speculation = "auto",
     num_draft_tokens: opt.NumDraftTokens = None,
+    adaptive: opt.Adaptive = True,
+    acceptance: opt.AcceptanceRule = "coupled",
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
     top_k: opt.TopK = 0,
     min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    logit_bias: opt.LogitBias = None,
     max_tokens: opt.MaxTokens = None,
+    min_tokens: opt.MinTokens = 0,
+    stop_token_ids: opt.StopTokenIds = None,
+    ignore_eos: opt.IgnoreEOS = False,
     seed: opt.Seed = None,
     dtype: opt.DTypeOption = None,
     device: opt.Device = None,
+    suffix_store: opt.SuffixStore = None,
     system: opt.System = None,
     broker_url: opt.BrokerURL = None,
     timeout: opt.Timeout = None,
@@ -80,17 +95,30 @@ def chat(
     """
     with report_failures():
         with usage_errors():
-            engine = opt.EngineOptions(model, draft_model, dtype, device, broker_url)
+            engine = EngineOptions(model, draft_model, dtype, device, broker_url, suffix_store)
             engine.check(speculation)
-            wanted = opt.RequestOptions(
-                speculation=speculation,
-                num_draft_tokens=num_draft_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                max_tokens=max_tokens,
-                seed=seed,
+            wanted = RequestOptions(
+                speculation={
+                    "mode": speculation,
+                    "num_draft_tokens": num_draft_tokens,
+                    "adaptive": adaptive,
+                    "acceptance": acceptance,
+                },
+                sampling={
+                    "temperature": temperature,
+                    "top_p": top_p,
+                    "top_k": top_k,
+                    "min_p": min_p,
+                    "repetition_penalty": repetition_penalty,
+                    "presence_penalty": presence_penalty,
+                    "frequency_penalty": frequency_penalty,
+                    "logit_bias": parse_logit_bias(logit_bias or ()),
+                    "max_tokens": max_tokens,
+                    "min_tokens": min_tokens,
+                    "stop_token_ids": stop_token_ids or (),
+                    "ignore_eos": ignore_eos,
+                    "seed": seed,
+                },
                 timeout_s=timeout,
             )
             talk = Conversation(system)
@@ -135,7 +163,7 @@ def _command(talk: Conversation, line: str) -> bool:
 
 def _answer(
     backend: Backend,
-    wanted: opt.RequestOptions,
+    wanted: RequestOptions,
     model: str,
     talk: Conversation,
     line: str,
@@ -144,7 +172,7 @@ def _answer(
     """Stream one answer. A mistake or a passing trouble costs the turn, not the conversation."""
     try:
         request = wanted.request(model, messages=talk.messages(line))
-        event = stream(backend, request, write_text, bar)
+        event = stream(backend, request, write_delta, bar)
     except KeyboardInterrupt:
         write_text("\n")
         note("Stopped; the exchange is forgotten.")

@@ -11,10 +11,15 @@ import typer
 from ssd_integrations.cli import options as opt
 from ssd_integrations.cli.failures import report_failures, usage_errors
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.cli.render import note, stats_line, write_text
+from ssd_integrations.cli.render import note, stats_line, write_delta, write_text
+from ssd_integrations.cli.request_options import (
+    EngineOptions,
+    RequestOptions,
+    parse_logit_bias,
+)
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import FinishedEvent, GenerationRequest
+from ssd_integrations.protocol import DeltaEvent, GenerationRequest, TokenLogprob
 
 _JSON_FIELDS = {"text", "finish_reason", "usage", "speculation", "timing", "model"}
 
@@ -25,15 +30,32 @@ def generate(
     draft_model: opt.DraftModel = None,
     speculation: opt.Speculation = "auto",
     num_draft_tokens: opt.NumDraftTokens = None,
+    adaptive: opt.Adaptive = True,
+    acceptance: opt.AcceptanceRule = "coupled",
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
     top_k: opt.TopK = 0,
     min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    logit_bias: opt.LogitBias = None,
     max_tokens: opt.MaxTokens = None,
+    min_tokens: opt.MinTokens = 0,
     stop: opt.Stop = None,
+    stop_token_ids: opt.StopTokenIds = None,
+    ignore_eos: opt.IgnoreEOS = False,
     seed: opt.Seed = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Log-probabilities of the tokens and of N alternatives each; with --json.",
+        ),
+    ] = None,
     dtype: opt.DTypeOption = None,
     device: opt.Device = None,
+    suffix_store: opt.SuffixStore = None,
     system: opt.System = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
@@ -53,23 +75,43 @@ def generate(
       ssd generate "Say hello"
       ssd generate - --max-tokens 200 < question.txt
       ssd generate "Name a colour" --temperature 0.8 --seed 7 --json
+      ssd generate "Name a colour" --logit-bias 42:-100 --json --logprobs 3
       ssd generate "Once upon a time" --raw --speculation off
       ssd generate "Say hello" --broker-url redis://localhost:6379/0
     """
     with report_failures(as_json=as_json):
         with usage_errors(as_json=as_json):
-            engine = opt.EngineOptions(model, draft_model, dtype, device, broker_url)
+            if logprobs is not None and not as_json:
+                raise InvalidRequestError(
+                    f"--logprobs {logprobs} has no place in a plain answer.",
+                    remedy="Add --json, which prints them.",
+                )
+            engine = EngineOptions(model, draft_model, dtype, device, broker_url, suffix_store)
             engine.check(speculation)
-            wanted = opt.RequestOptions(
-                speculation=speculation,
-                num_draft_tokens=num_draft_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                max_tokens=max_tokens,
-                stop=tuple(stop or ()),
-                seed=seed,
+            wanted = RequestOptions(
+                speculation={
+                    "mode": speculation,
+                    "num_draft_tokens": num_draft_tokens,
+                    "adaptive": adaptive,
+                    "acceptance": acceptance,
+                },
+                sampling={
+                    "temperature": temperature,
+                    "top_p": top_p,
+                    "top_k": top_k,
+                    "min_p": min_p,
+                    "repetition_penalty": repetition_penalty,
+                    "presence_penalty": presence_penalty,
+                    "frequency_penalty": frequency_penalty,
+                    "logit_bias": parse_logit_bias(logit_bias or ()),
+                    "max_tokens": max_tokens,
+                    "min_tokens": min_tokens,
+                    "stop": stop or (),
+                    "stop_token_ids": stop_token_ids or (),
+                    "ignore_eos": ignore_eos,
+                    "seed": seed,
+                    "logprobs": logprobs,
+                },
                 timeout_s=timeout,
             )
             request = _request(wanted, model, _read_prompt(prompt), system, raw)
@@ -88,7 +130,7 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _request(
-    wanted: opt.RequestOptions, model: str, prompt: str, system: str | None, raw: bool
+    wanted: RequestOptions, model: str, prompt: str, system: str | None, raw: bool
 ) -> GenerationRequest:
     if not prompt.strip():
         raise InvalidRequestError("The prompt is empty.", remedy="Give some text.")
@@ -104,20 +146,20 @@ def _request(
     return wanted.request(model, messages=turns)
 
 
-def _run(engine: opt.EngineOptions, request: GenerationRequest, as_json: bool) -> None:
+def _run(engine: EngineOptions, request: GenerationRequest, as_json: bool) -> None:
+    logprobs: list[TokenLogprob] = []
+
+    def keep(event: DeltaEvent) -> None:
+        logprobs.extend(event.logprobs or ())
+
     with LoadingBar() as bar, open_session(engine, bar) as backend:
-        event = stream(backend, request, _drop if as_json else write_text, bar)
+        event = stream(backend, request, keep if as_json else write_delta, bar)
     if as_json:
-        print(json.dumps(_summary(event), ensure_ascii=False), flush=True)
+        summary = event.model_dump(mode="json", include=_JSON_FIELDS)
+        if request.sampling.logprobs is not None:
+            summary["logprobs"] = [entry.model_dump(mode="json") for entry in logprobs]
+        print(json.dumps(summary, ensure_ascii=False), flush=True)
         return
     if not event.text.endswith("\n"):
         write_text("\n")
     note(stats_line(event))
-
-
-def _drop(text: str) -> None:
-    del text
-
-
-def _summary(event: FinishedEvent) -> dict[str, object]:
-    return event.model_dump(mode="json", include=_JSON_FIELDS)

@@ -1,28 +1,20 @@
-"""Command-line options that several commands share, and what they are turned into."""
+"""Command-line options that several commands share; request_options.py makes use of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, get_args
 
 import typer
 
-from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import (
-    GenerationRequest,
-    Message,
-    SpeculationMode,
-    build_request,
-    build_sampling,
-    build_speculation,
-)
+from ssd_integrations.protocol import Acceptance, SpeculationMode
 
 _ENGINE = "Model and engine"
 _SAMPLING = "Sampling"
-_SPECULATION = "Speculation (changes the speed, never the text)"
+_PENALTIES = "Penalties and bias"
+_END = "End of the answer"
+_SPECULATION = "Speculation (same text, unless --acceptance rejection)"
 _MODES = list(get_args(SpeculationMode))
-_DEFAULT_QUEUE_TIMEOUT_S = 60.0
+_RULES = list(get_args(Acceptance))
 
 Model = Annotated[
     str,
@@ -71,6 +63,33 @@ NumDraftTokens = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+Adaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive/--no-adaptive",
+        help="Draft less, or nothing, where drafts do not pay.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+AcceptanceRule = Annotated[
+    str,
+    typer.Option(
+        "--acceptance",
+        help="coupled: a seed gives one text. rejection: the same law, but above temperature 0 "
+        "the text of a seed depends on the drafts.",
+        autocompletion=lambda: _RULES,
+        rich_help_panel=_SPECULATION,
+    ),
+]
+SuffixStore = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Keep what suffix drafts learn in this file, for the next start.",
+        show_default="in memory only",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Temperature = Annotated[
     float, typer.Option(help="0 is greedy decoding.", rich_help_panel=_SAMPLING)
 ]
@@ -82,15 +101,51 @@ MinP = Annotated[
     float,
     typer.Option("--min-p", help="Relative probability floor.", rich_help_panel=_SAMPLING),
 ]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        help="Above 1 makes tokens of the prompt and the answer less likely.",
+        rich_help_panel=_PENALTIES,
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option(
+        help="Taken off the logits of tokens that the answer has.", rich_help_panel=_PENALTIES
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(help="The same, once for each occurrence.", rich_help_panel=_PENALTIES),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID:VALUE",
+        help="Added to the logit of a token id, -100 to 100; may be repeated.",
+        rich_help_panel=_PENALTIES,
+    ),
+]
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        help="Longest answer.", show_default="what the context holds", rich_help_panel=_SAMPLING
+        help="Longest answer.", show_default="what the context holds", rich_help_panel=_END
     ),
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
+    typer.Option(help="End before this text; may be repeated.", rich_help_panel=_END),
+]
+MinTokens = Annotated[int, typer.Option(help="Shortest answer.", rich_help_panel=_END)]
+StopTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--stop-token-id", help="End at this token id; may be repeated.", rich_help_panel=_END
+    ),
+]
+IgnoreEOS = Annotated[
+    bool,
+    typer.Option("--ignore-eos", help="Go on past the model's own end.", rich_help_panel=_END),
 ]
 Seed = Annotated[
     int | None,
@@ -104,98 +159,3 @@ Timeout = Annotated[
     float | None, typer.Option(help="Give up after so many seconds.", show_default="never")
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Which model, where. ``None`` leaves the choice to the engine or the worker."""
-
-    model: str
-    draft_model: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    broker_url: str | None = None
-
-    def given(self) -> dict[str, str]:
-        """The engine options that were set, as keyword arguments of a local engine."""
-        options = {"draft_model": self.draft_model, "dtype": self.dtype, "device": self.device}
-        return {name: value for name, value in options.items() if value is not None}
-
-    def check(self, speculation: str) -> None:
-        """Refuse combinations that cannot work, before anything is loaded.
-
-        Raises:
-          InvalidRequestError: names the option and what to do.
-        """
-        given = self.given()
-        if self.broker_url is not None and given:
-            names = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise InvalidRequestError(
-                f"{names} cannot be chosen per request when a broker is used.",
-                remedy="Leave it out (or --broker-url / SSD_BROKER_URL); "
-                "the worker is started with it: `ssd worker --help`.",
-            )
-        if self.broker_url is None and speculation == "model" and self.draft_model is None:
-            raise InvalidRequestError(
-                "--speculation model needs a draft model.",
-                remedy="Add --draft-model NAME, or use --speculation ngram.",
-            )
-        if self.broker_url is None:
-            from ssd_workers.engine.config import build_engine_config
-
-            build_engine_config(model=self.model, **given)
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """The per-request options of a command line."""
-
-    speculation: str = "auto"
-    num_draft_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    timeout_s: float | None = None
-
-    def request(
-        self,
-        model: str,
-        *,
-        messages: Sequence[Message | Mapping[str, str]] | None = None,
-        prompt: str | None = None,
-    ) -> GenerationRequest:
-        """The request for these messages or this raw prompt.
-
-        Raises:
-          InvalidRequestError: a value is out of bounds.
-        """
-        limits = {}
-        if self.timeout_s is not None:
-            # Nobody who gives 5 seconds wants to wait a minute for a free worker; and the queue's
-            # deadline comes first, so that "nobody serves this model" is told as such.
-            limits = {
-                "timeout_s": self.timeout_s,
-                "queue_timeout_s": min(0.9 * self.timeout_s, _DEFAULT_QUEUE_TIMEOUT_S),
-            }
-        return build_request(
-            model=model,
-            messages=messages,
-            prompt=prompt,
-            sampling=build_sampling(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                max_tokens=self.max_tokens,
-                stop=self.stop,
-                seed=self.seed,
-            ),
-            speculation=build_speculation(
-                mode=self.speculation, num_draft_tokens=self.num_draft_tokens
-            ),
-            **limits,
-        )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ssd_integrations.protocol import FinishedEvent
+    from ssd_integrations.protocol import DeltaEvent, FinishedEvent
 
 # Everything a terminal may obey (C0 and C1 controls, so every escape sequence), except
 # newline and tab.
@@ -32,6 +32,11 @@ def write_text(text: str, stream: TextIO | None = None) -> None:
 def notes() -> Console:
     """The console for everything that is not the answer: standard error, no markup."""
     return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+
+def write_delta(event: DeltaEvent) -> None:
+    """:func:`write_text` for a piece of an answer."""
+    write_text(event.text)
 
 
 def note(text: str) -> None:

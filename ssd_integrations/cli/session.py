@@ -7,10 +7,15 @@ from contextlib import closing, contextmanager
 from typing import cast
 
 from ssd_integrations.backends.base import Backend
-from ssd_integrations.cli.options import EngineOptions
 from ssd_integrations.cli.progress import LoadingBar
+from ssd_integrations.cli.request_options import EngineOptions
 from ssd_integrations.errors import EngineError
-from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, GenerationRequest
+from ssd_integrations.protocol import (
+    DeltaEvent,
+    Event,
+    FinishedEvent,
+    GenerationRequest,
+)
 
 
 @contextmanager
@@ -32,10 +37,10 @@ def open_session(options: EngineOptions, bar: LoadingBar) -> Iterator[Backend]:
 def stream(
     backend: Backend,
     request: GenerationRequest,
-    on_text: Callable[[str], None],
+    on_delta: Callable[[DeltaEvent], None],
     bar: LoadingBar | None = None,
 ) -> FinishedEvent:
-    """Run ``request``, hand every piece of text to ``on_text`` and return the end.
+    """Run ``request``, hand every delta to ``on_delta`` and return the end.
 
     An exception on the way (an interrupt, say) cancels the request. ``bar`` is closed as soon
     as the first event shows that the model is loaded.
@@ -46,7 +51,7 @@ def stream(
             if bar is not None:
                 bar.close()
             if isinstance(event, DeltaEvent):
-                on_text(event.text)
+                on_delta(event)
             elif isinstance(event, FinishedEvent):
                 finished = event
     if finished is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from langchain_core import exceptions as langchain_errors
+from langchain_core.messages import BaseMessage, HumanMessage
 from llama_index.core.base.llms.types import ChatMessage
 
 from ssd_integrations import SSDLLM, ChatSSD
@@ -27,8 +28,9 @@ from tests.conftest import SSD, ssd_environment
 
 QUESTION = "How do I restart the router?"
 MESSAGES = [ChatMessage(role="user", content=QUESTION)]
-# A second or more of decoding, so that whoever leaves does so before the end.
-LONG: dict[str, Any] = {"max_tokens": 450, "temperature": 1.0, "seed": 1}
+# A second or more of decoding, so that whoever leaves does so before the end. No drafts: one
+# that has learnt the answer from an earlier call would be done in no time.
+LONG: dict[str, Any] = {"max_tokens": 450, "temperature": 1.0, "seed": 1, "speculation": "off"}
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +110,35 @@ async def test_the_same_text_as_in_process(
     assert set(await every_text(chat, llm, **options)) == {local.text}
     remote = list(chat.stream(QUESTION, **options))[-1]
     assert remote.usage_metadata == local.usage_metadata
-    for key in ("finish_reason", "stop_sequence", "speculation", "model_provider"):
+    for key in ("finish_reason", "stop_sequence", "model_provider"):
         assert remote.response_metadata[key] == local.response_metadata[key]
+    # The worker's drafter has learnt from the calls above; its counts differ.
+    methods = [answer.response_metadata["speculation"]["method"] for answer in (remote, local)]
+    assert methods[0] == methods[1]
     assert local.usage_metadata is not None
     raw = llm.complete(QUESTION, **options).raw
     assert raw["usage"]["total_tokens"] == local.usage_metadata["total_tokens"]
+
+
+async def test_log_probabilities_and_several_answers_travel(model: str, broker_url: str) -> None:
+    options: dict[str, Any] = {
+        "temperature": 0.8, "seed": 3, "max_tokens": 8, "repetition_penalty": 1.2,
+        "logit_bias": {60: -100}, "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    question: list[BaseMessage] = [HumanMessage(QUESTION)]
+    local = ChatSSD(model=model, dtype="float32", **options).generate([question], n=3)
+    chat = ChatSSD(model=model, broker_url=broker_url, **options)
+    tokens = [content_of(answer) for answer in local.generations[0]]
+    assert all(tokens)
+    for remote in (chat.generate([question], n=3), await chat.agenerate([question], n=3)):
+        assert remote.llm_output == local.llm_output
+        assert [content_of(answer) for answer in remote.generations[0]] == tokens
+    response = SSDLLM(model=model, broker_url=broker_url, **options).chat(MESSAGES)
+    assert [token[0].token for token in response.logprobs or ()] == tokens[0]
+
+
+def content_of(answer: Any) -> list[str]:
+    return [token["token"] for token in answer.message.response_metadata["logprobs"]["content"]]
 
 
 def test_batches(model: str, broker_url: str) -> None:

@@ -21,6 +21,7 @@ from ssd_integrations.protocol import (
     SpeculationStats,
     StartedEvent,
     Timing,
+    TokenLogprob,
     Usage,
 )
 from ssd_workers import claims
@@ -88,6 +89,18 @@ class TestCursor:
         assert [token for event in deltas for token in event.token_ids] == [1, 2, 3, 4, 5]
         assert [event.type for event in first + second].count("started") == 1
         assert cursor.finished
+
+    def test_log_probabilities_of_a_second_attempt_go_with_its_new_tokens(self) -> None:
+        def with_logprobs(text: str, *token_ids: int) -> DeltaEvent:
+            logprobs = tuple(TokenLogprob(token_id=i, token="x", logprob=-i) for i in token_ids)
+            return delta(text, *token_ids).model_copy(update={"logprobs": logprobs})
+
+        cursor = StreamCursor("r")
+        self.feed(cursor, entry(1, 0, self.started), entry(1, 1, with_logprobs("ab", 1, 2)))
+        (event,) = self.feed(
+            cursor, entry(2, 0, self.started), entry(2, 1, with_logprobs("abcd", 1, 2, 3, 4))
+        )
+        assert event == with_logprobs("cd", 3, 4)
 
     def test_a_second_attempt_with_another_text_is_an_error(self) -> None:
         cursor = StreamCursor("r")

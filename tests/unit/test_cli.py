@@ -15,12 +15,16 @@ import pytest
 
 from ssd_integrations.cli.chat import Conversation
 from ssd_integrations.cli.checks import packages
+from ssd_integrations.cli.lazy import load_command
 from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.cli.render import clean_for_terminal, stats_line, write_text
 from ssd_integrations.protocol import (
     FinishedEvent,
+    GenerationRequest,
     Message,
     ModelInfo,
+    SamplingParams,
+    SpeculationParams,
     SpeculationStats,
     Timing,
     Usage,
@@ -102,11 +106,23 @@ def test_a_mistyped_command_is_corrected(run_ssd: RunSSD) -> None:
         (["--stop", ""], "stop"),
         (["--speculation", "magic"], "'magic'"),
         (["--num-draft-tokens", "65"], "num_draft_tokens=65"),
+        (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
+        (["--presence-penalty", "3"], "presence_penalty=3.0"),
+        (["--frequency-penalty", "-3"], "frequency_penalty=-3.0"),
+        (["--logit-bias", "5:101"], "logit_bias.5=101.0"),
+        (["--logit-bias", "5:nan"], "logit_bias.5=nan"),
+        (["--logit-bias", "5"], "'5' is not ID:VALUE"),
+        (["--logit-bias", "5:1", "--logit-bias", "5:2"], "token 5 twice"),
+        (["--min-tokens", "9", "--max-tokens", "8"], "min_tokens=9 is more than max_tokens=8"),
+        (["--stop-token-id", "-1"], "stop_token_ids.0=-1"),
+        (["--acceptance", "maybe"], "acceptance='maybe'"),
+        (["--logprobs", "2"], "--json"),
         (["--timeout", "0"], "timeout_s=0.0"),
         (["--dtype", "int9"], "dtype='int9'"),
         (["--speculation", "model"], "--draft-model"),
         (["--raw", "--system", "s"], "--system"),
         (["--broker-url", "redis://localhost:1/0", "--dtype", "int8"], "--dtype"),
+        (["--broker-url", "redis://localhost:1/0", "--suffix-store", "f"], "--suffix-store"),
     ],
 )
 def test_bad_options_fail_before_anything_loads(
@@ -119,6 +135,36 @@ def test_bad_options_fail_before_anything_loads(
     assert "What to do:" in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_options_become_the_request() -> None:
+    """The options of `ssd generate` that no engine is needed for, up to the request."""
+    seen: list[GenerationRequest] = []
+
+    def keep(engine: object, request: GenerationRequest, as_json: bool) -> None:
+        seen.append(request)
+
+    command = load_command("generate", "ssd_integrations.cli.generate:generate")
+    line = (
+        "hi --repetition-penalty 1.2 --presence-penalty 0.3 --frequency-penalty -0.4 "
+        "--logit-bias 5:-100 --logit-bias 7:2.5 --min-tokens 2 --max-tokens 9 "
+        "--stop-token-id 8 --stop-token-id 9 --ignore-eos --logprobs 4 --json "
+        "--speculation hybrid --no-adaptive --acceptance rejection --num-draft-tokens 3"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ssd_integrations.cli.generate._run", keep)
+        command(line.split(), standalone_mode=False)
+        command(["hi"], standalone_mode=False)
+    given, plain = seen
+    assert given.sampling == SamplingParams(
+        repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=-0.4,
+        logit_bias={5: -100, 7: 2.5}, min_tokens=2, max_tokens=9, stop_token_ids=(8, 9),
+        ignore_eos=True, logprobs=4,
+    )  # fmt: skip
+    assert given.speculation == SpeculationParams(
+        mode="hybrid", adaptive=False, acceptance="rejection", num_draft_tokens=3
+    )
+    assert (plain.sampling, plain.speculation) == (SamplingParams(), SpeculationParams())
 
 
 def test_bad_options_as_json(run_ssd: RunSSD) -> None:

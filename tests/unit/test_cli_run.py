@@ -57,7 +57,7 @@ def test_text_and_json_agree(run_ssd: RunSSD, tiny_model: Path) -> None:
     assert plain.stdout.rstrip("\n") == answer["text"].rstrip("\n")
     assert answer["usage"]["completion_tokens"] == 24
     assert answer["finish_reason"] == "length"
-    assert answer["speculation"]["method"] == "ngram"
+    assert answer["speculation"]["method"] == "hybrid"
 
 
 def test_speculation_and_seed_do_what_they_say(run_ssd: RunSSD, tiny_model: Path) -> None:
@@ -69,6 +69,26 @@ def test_speculation_and_seed_do_what_they_say(run_ssd: RunSSD, tiny_model: Path
     assert off["text"] == ngram["text"]
     assert off["speculation"]["method"] == "off"
     assert off["usage"]["prompt_tokens"] == ngram["usage"]["prompt_tokens"]
+
+
+def test_sampling_options_and_log_probabilities(
+    run_ssd: RunSSD, tiny_model: Path, tmp_path: Path
+) -> None:
+    args = ["generate", "the router", "--model", str(tiny_model), "--max-tokens", "12", "--json"]
+    args += ["--suffix-store", str(tmp_path / "answers.ssd"), "--logprobs", "2"]
+    answer = json.loads(run_ssd(*args, "--ignore-eos", "--min-tokens", "12").stdout)
+    assert set(answer) == {*_SUMMARY, "logprobs"}
+    assert (tmp_path / "answers.ssd").exists()
+    tokens = answer["logprobs"]
+    assert len(tokens) == answer["usage"]["completion_tokens"] == 12
+    assert all(len(token["top"]) == 2 for token in tokens)
+    first = tokens[0]["token_id"]
+    assert first == tokens[0]["top"][0]["token_id"]
+    banned = json.loads(run_ssd(*args, "--logit-bias", f"{first}:-100").stdout)
+    assert first not in [token["token_id"] for token in banned["logprobs"]]
+    ended = json.loads(run_ssd(*args, "--stop-token-id", str(first)).stdout)
+    assert ended["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] == 1
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(endless_model: Path) -> None:
@@ -111,7 +131,8 @@ def test_a_prompt_beyond_the_context_is_refused(run_ssd: RunSSD, tiny_model: Pat
 
 def test_chat_from_a_pipe(run_ssd: RunSSD, tiny_model: Path) -> None:
     lines = "hello\n/system Be brief.\nagain\n/reset\n/what\n/quit\nnever read\n"
-    result = run_ssd("chat", "--model", str(tiny_model), "--max-tokens", "8", stdin=lines)
+    options = ["--max-tokens", "8", "--ignore-eos", "--repetition-penalty", "1.1"]
+    result = run_ssd("chat", "--model", str(tiny_model), *options, stdin=lines)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("8 tokens") == 2
     assert "System message set." in result.stderr
