@@ -32,7 +32,8 @@ def descendants(pid: int) -> list[int]:
 def start_up(tmp_path: Path, long_model: Path) -> Up:
     def start(*arguments: str) -> subprocess.Popen[str]:
         command = [*SSD, "up", "--model", str(long_model), "--dtype", "float32", "--json"]
-        command += ["--num-threads", "1", "--data-dir", str(tmp_path / "data"), *arguments]
+        command += ["--num-threads", "1", "--data-dir", str(tmp_path / "data")]
+        command += ["--suffix-store", str(tmp_path / "answers.ssd"), *arguments]
         return subprocess.Popen(
             command,
             env=ssd_environment(),
@@ -46,7 +47,9 @@ def start_up(tmp_path: Path, long_model: Path) -> Up:
     return start
 
 
-def test_up_serves_and_ctrl_c_leaves_nothing_behind(start_up: Up, long_model: Path) -> None:
+def test_up_serves_and_ctrl_c_leaves_nothing_behind(
+    start_up: Up, long_model: Path, tmp_path: Path
+) -> None:
     up = start_up()
     assert up.stdout is not None
     ready = json.loads(up.stdout.readline())
@@ -63,6 +66,7 @@ def test_up_serves_and_ctrl_c_leaves_nothing_behind(start_up: Up, long_model: Pa
     assert last.type == "finished"
     assert up.wait(30) == 0
     assert not any(is_alive(pid) for pid in processes)
+    assert (tmp_path / "answers.ssd").exists()
     with pytest.raises(BrokerUnavailableError):
         backend.models()
     backend.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -49,7 +51,7 @@ class Meeting(ScriptedBackend):
             raise OverloadedError("Busy.")
         else:
             while request.request_id not in self.cancelled:
-                threading.Event().wait(0.001)
+                time.sleep(0.001)
             yield from self._script(request)
 
     async def agenerate(self, request: GenerationRequest) -> AsyncIterator[Event]:
@@ -127,6 +129,22 @@ async def test_when_one_fails_the_others_are_cancelled_on_a_loop() -> None:
     async with asyncio.timeout(20):
         with pytest.raises(OverloadedError):
             await aread_all(backend, choices(request(), 4))
+    assert len(set(backend.cancelled)) == 3
+
+
+def test_an_interrupt_cancels_all() -> None:
+    backend = Meeting(3, failing=99)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        while len(backend.requests) < 3:
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        read_all(backend, choices(request(), 3))
     assert len(set(backend.cancelled)) == 3
 
 
