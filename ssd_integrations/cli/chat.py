@@ -96,7 +96,10 @@ def chat(
             talk = Conversation(system)
             wanted.request(model, messages=talk.messages("Hello"))
         with LoadingBar() as bar, open_session(engine, bar) as backend:
-            for info in backend.models():
+            models = backend.models()
+            # A bar that is still drawn would overwrite what is typed.
+            bar.close()
+            for info in models:
                 note(f"{info.name}: {info.architecture}, {info.dtype} on {info.device}")
             note(_HELP)
             while (line := _read_line()) is not None:

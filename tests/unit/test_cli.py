@@ -167,6 +167,12 @@ def test_doctor_fails_for_a_broker_that_is_away(run_ssd: RunSSD) -> None:
     assert "hunter2" not in result.stdout + result.stderr
 
 
+def test_doctor_says_what_it_does_with_a_broker(run_ssd: RunSSD) -> None:
+    shown = run_ssd("doctor", "--help").stdout
+    assert "Look at this Redis or Valkey server" in shown
+    assert "Send the request" not in shown
+
+
 def _without(tmp_path: Path, *modules: str) -> dict[str, str]:
     """An environment in which ``modules`` cannot be found, as if they were not installed."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ssd_integrations.cli import chat
+from ssd_integrations.cli.progress import LoadingBar
 from tests.conftest import SSD, RunSSD, ssd_environment
 
 _SUMMARY = {"text", "finish_reason", "usage", "speculation", "timing", "model"}
@@ -117,6 +119,43 @@ def test_chat_from_a_pipe(run_ssd: RunSSD, tiny_model: Path) -> None:
     assert "System message set." in result.stderr
     assert "starts afresh" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_chat_goes_on_after_a_line_that_is_no_text(tiny_model: Path) -> None:
+    chat = [*SSD, "chat", "--model", str(tiny_model), "--max-tokens", "3"]
+    for encoding in ("utf-8:strict", "utf-8:surrogateescape"):
+        result = subprocess.run(
+            chat,
+            input=b"caf\xe9\nhello\n",
+            env=ssd_environment(PYTHONIOENCODING=encoding),
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        errors = result.stderr.decode()
+        assert result.returncode == 0, errors
+        assert "What to do:" in errors
+        assert "3 tokens" in errors
+    system = [*SSD, "chat", "--model", str(tiny_model), "--system", b"\xff"]
+    refused = subprocess.run(system, env=ssd_environment(), capture_output=True, check=False)
+    assert refused.returncode == 2
+    assert b"Traceback" not in refused.stderr
+
+
+def test_chat_takes_its_bar_away_before_it_reads(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = []
+
+    class Bar(LoadingBar):
+        def close(self) -> None:
+            happened.append("bar closed")
+            super().close()
+
+    monkeypatch.setattr(chat, "LoadingBar", Bar)
+    monkeypatch.setattr(chat, "_read_line", lambda: happened.append("read"))
+    chat.chat(model=str(tiny_model))
+    assert happened[:2] == ["bar closed", "read"]
 
 
 def test_chat_goes_on_after_a_turn_that_cannot_be_answered(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer
 
 from ssd_integrations.errors import EngineError
-from ssd_workflows.demo import steps
+from ssd_workflows.demo import command, steps
 from ssd_workflows.demo.compare import (
     Comparison,
     Decoder,
@@ -53,6 +56,23 @@ def test_a_section_of_its_own_facts_has_no_misplaced_figure(section: str) -> Non
 )
 def test_figures_are_bound_to_their_region(text: str, wrong: list[str]) -> None:
     assert misplaced_figures("Bicycles", text) == wrong
+
+
+@pytest.mark.parametrize("missing", ["torch", "langchain_core", "llama_index", "celery"])
+def test_without_its_packages_the_demo_names_the_extra(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        command, "find_spec", lambda name: None if name == missing else find_spec(name)
+    )
+    with pytest.raises(typer.Exit) as ended:
+        command.demo(as_json=True)
+    assert ended.value.exit_code == 1
+    shown = capsys.readouterr()
+    error = json.loads(shown.out)["error"]
+    assert error["code"] == "missing_extra"
+    assert "ssd-integrations[all]" in error["remedy"]
+    assert shown.err == ""
 
 
 def test_the_jobs_run_over_any_chat_model() -> None:

@@ -32,6 +32,7 @@ def main() -> int:
     # Celery's remarks on running as root (containers do) and on its next major release.
     warnings.filterwarnings("ignore", category=UserWarning, module="celery.platforms")
     warnings.filterwarnings("ignore", category=PendingDeprecationWarning, module="celery")
+    logging.getLogger("celery.app.trace").addFilter(_tell_hand_back)
     app.conf.worker_log_format = _LOG_FORMAT
     app.conf.worker_task_log_format = _LOG_FORMAT
     worker = app.Worker(
@@ -43,6 +44,17 @@ def main() -> int:
     )
     worker.start()
     return int(worker.exitcode or 0)
+
+
+def _tell_hand_back(record: logging.LogRecord) -> bool:
+    """A request that goes back to the queue is part of a stop: one line, no traceback."""
+    from celery.exceptions import Reject
+
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, Reject) and error.requeue:
+        record.msg, record.args = "Request %s goes back to the queue.", (error.reason,)
+        record.exc_info = None
+    return True
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ssd_workflows.demo.compare import (
     TransformersDecoder,
     compare,
 )
-from ssd_workflows.demo.screen import Screen
+from ssd_workflows.demo.screen import Screen, counted
 from ssd_workflows.demo.steps import section_messages, section_names
 
 TRANSFORMERS = "transformers, float32"
@@ -61,6 +61,7 @@ def measure(screen: Screen, model: str, *, rounds: int, quick: bool) -> Measured
             EngineDecoder(SPECULATIVE, backend, model, "ngram"),
         ]
         if skipped is None:
+            bar("load transformers' model", 0, 1, "models")
             decoders.insert(0, TransformersDecoder(TRANSFORMERS, str(folder)))
         bar.close()
         comparison = _with_bar(screen, lambda tell: compare(decoders, tasks, rounds, tell))
@@ -68,8 +69,9 @@ def measure(screen: Screen, model: str, *, rounds: int, quick: bool) -> Measured
         comparison=comparison,
         tokens_compared=comparison.require_same_text(AUTOREGRESSIVE, SPECULATIVE),
         description=(
-            f"{len(tasks)} prompts, {rounds} round(s), at most {tasks[0].max_tokens} tokens each, "
-            f"greedy; ours in {info.dtype} on {info.device}, {torch.get_num_threads()} threads."
+            f"{counted(len(tasks), 'prompt')}, {counted(rounds, 'round')}, "
+            f"at most {tasks[0].max_tokens} tokens each, greedy; ours in {info.dtype} on "
+            f"{info.device}, {counted(torch.get_num_threads(), 'thread')}."
         ),
         skipped=skipped,
     )
