@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.int8 import Int8Fused, Int8Linear, PackedWeight, quantize_weight
 from ssd_workers.engine.quiet import no_foreign_bars
+from ssd_workers.engine.row_exact import make_activations_exact
 from ssd_workers.models.cache import (
     build_folder,
     disk_errors,
@@ -86,6 +87,7 @@ def load_int8(model_path: str, folder: Path, attention: str, progress: Progress)
             f"missing {missing[:3]}, unexpected {unexpected[:3]}.",
             remedy="Remove the model with `ssd models rm`, or use --dtype float32.",
         )
+    make_activations_exact(model)
     model.eval()
     return model
 
