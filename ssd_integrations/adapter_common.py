@@ -25,9 +25,9 @@ from ssd_integrations.protocol import (
     build_request,
     build_sampling,
     build_speculation,
-    describe_validation_error,
     is_terminal,
 )
+from ssd_integrations.validation import describe_validation_error
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 CALL_OPTIONS = (
@@ -80,7 +80,8 @@ class AdapterParameters(BaseModel):
       InvalidRequestError: at construction, names the parameter and the value that is wrong.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    # An error's traceback must not show what was put into broker_url.
+    model_config = ConfigDict(arbitrary_types_allowed=True, hide_input_in_errors=True)
 
     model: str = Field(
         default="demo", description="`demo`, a folder, a GGUF file or a hub id; fixed per instance."
@@ -149,10 +150,14 @@ class AdapterParameters(BaseModel):
             raise InvalidRequestError(describe_validation_error(name, error)) from error
         self._check_parameters()
 
-    @field_validator("broker_url", mode="after")
+    @field_validator("broker_url", mode="before")
     @classmethod
-    def _hide_broker_url(cls, value: SecretStr | str | None) -> SecretStr | None:
-        return SecretStr(value) if isinstance(value, str) else value
+    def _hide_broker_url(cls, value: object) -> SecretStr | None:
+        if value is None or isinstance(value, SecretStr):
+            return value
+        if isinstance(value, str):
+            return SecretStr(value)
+        raise ValueError(f"a {type(value).__name__} is not a URL")
 
     def _check_parameters(self) -> None:
         self._build_request({}, prompt="check")

@@ -17,7 +17,7 @@ from ssd_integrations.backends.wire import (
     tls_options,
 )
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import describe_validation_error
+from ssd_integrations.validation import describe_validation_error
 from ssd_workers.engine.config import EngineConfig
 
 DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
@@ -49,7 +49,7 @@ class WorkerSettings(BaseModel):
     goes back to the queue. ``max_attempts`` is how often a request may take its worker down.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     broker_url: str = Field(default=DEFAULT_BROKER_URL, repr=False)
     engine: EngineConfig

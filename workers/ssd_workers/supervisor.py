@@ -14,8 +14,7 @@ from types import FrameType
 
 import redis
 
-from ssd_integrations.backends.wire import mask_url, worker_key
-from ssd_integrations.errors import BrokerUnavailableError
+from ssd_integrations.backends.wire import unreachable, worker_key
 from ssd_workers.lifetime import stop_process
 from ssd_workers.settings import EXIT_BAD_SETTINGS, EXIT_LOAD_FAILED, WorkerSettings
 
@@ -104,14 +103,11 @@ class Supervisor:
                 ready(process.pid)
 
     def _check_broker(self) -> None:
-        url = self._settings.broker_url
         try:
             with self._client() as client:
                 client.ping()
         except (redis.RedisError, OSError) as error:
-            raise BrokerUnavailableError(
-                f"The broker {mask_url(url)} cannot be reached: {mask_url(str(error))}."
-            ) from error
+            raise unreachable(self._settings.broker_url, error) from error
 
     def _client(self) -> redis.Redis:
         return redis.Redis.from_url(

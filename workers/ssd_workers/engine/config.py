@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import describe_validation_error
+from ssd_integrations.validation import describe_validation_error
 
 DType = Literal["auto", "int8", "float32", "bfloat16", "float16"]
 
