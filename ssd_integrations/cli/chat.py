@@ -19,7 +19,6 @@ from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.cli.render import note, stats_line, write_text
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.errors import InvalidRequestError, SSDError
-from ssd_integrations.protocol import Message
 
 _HELP = (
     "/system TEXT sets the system message · /reset forgets the conversation · "
@@ -32,18 +31,18 @@ class Conversation:
     """What was said so far. A turn counts only once it is answered."""
 
     system: str | None = None
-    turns: list[Message] = field(default_factory=list)
+    turns: list[dict[str, str]] = field(default_factory=list)
 
-    def messages(self, text: str) -> tuple[Message, ...]:
+    def messages(self, text: str) -> list[dict[str, str]]:
         """The whole conversation with ``text`` as the newest user turn."""
-        head = [Message(role="system", content=self.system)] if self.system else []
-        return (*head, *self.turns, Message(role="user", content=text))
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.turns, {"role": "user", "content": text}]
 
     def answered(self, text: str, answer: str) -> None:
         """Remember one exchange."""
         self.turns += [
-            Message(role="user", content=text),
-            Message(role="assistant", content=answer),
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": answer},
         ]
 
     def reset(self) -> None:

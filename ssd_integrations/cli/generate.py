@@ -14,7 +14,7 @@ from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.cli.render import note, stats_line, write_text
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import FinishedEvent, GenerationRequest
+from ssd_integrations.protocol import MAX_PROMPT_CHARS, FinishedEvent, GenerationRequest
 
 _JSON_FIELDS = {"text", "finish_reason", "usage", "speculation", "timing", "model"}
 
@@ -79,8 +79,16 @@ def generate(
 def _read_prompt(prompt: str) -> str:
     if prompt != "-":
         return prompt
+    # A stream without an end must not fill the memory first.
+    most = 4 * MAX_PROMPT_CHARS
+    data = sys.stdin.buffer.read(most + 1)
+    if len(data) > most:
+        raise InvalidRequestError(
+            f"Standard input has more than {most} bytes.",
+            remedy=f"Give a prompt of at most {MAX_PROMPT_CHARS} characters.",
+        )
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
             f"Standard input is not UTF-8 (byte {error.start}).", remedy="Convert it first."
@@ -106,7 +114,12 @@ def _request(
 
 def _run(engine: opt.EngineOptions, request: GenerationRequest, as_json: bool) -> None:
     with LoadingBar() as bar, open_session(engine, bar) as backend:
-        event = stream(backend, request, _drop if as_json else write_text, bar)
+        try:
+            event = stream(backend, request, _drop if as_json else write_text, bar)
+        except KeyboardInterrupt:
+            if not as_json:
+                write_text("\n")
+            raise
     if as_json:
         print(json.dumps(_summary(event), ensure_ascii=False), flush=True)
         return

@@ -12,7 +12,11 @@ import pytest
 
 from ssd_integrations.cli import chat
 from ssd_integrations.cli.progress import LoadingBar
+from ssd_integrations.cli.session import stream
+from ssd_integrations.errors import DeadlineExceededError
+from ssd_integrations.protocol import build_request
 from tests.conftest import SSD, RunSSD, ssd_environment
+from tests.unit.scripted_backend import ScriptedBackend
 
 _SUMMARY = {"text", "finish_reason", "usage", "speculation", "timing", "model"}
 
@@ -79,10 +83,11 @@ def test_an_interrupt_ends_with_130_and_no_traceback(endless_model: Path) -> Non
     assert process.stdout.read(20)
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
-    _, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 130, stderr
     assert b"Traceback" not in stderr
-    assert b"Interrupted" in stderr
+    assert b"Error: Interrupted" in stderr
+    assert stdout.endswith(b"\n"), "the error begins a line of its own"
     assert time.monotonic() - start < 15
 
 
@@ -140,6 +145,17 @@ def test_chat_goes_on_after_a_line_that_is_no_text(tiny_model: Path) -> None:
     refused = subprocess.run(system, env=ssd_environment(), capture_output=True, check=False)
     assert refused.returncode == 2
     assert b"Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"), [(("Hel", "lo"), "Hello\n"), (("Hello\n", ""), "Hello\n"), ((), "")]
+)
+def test_an_error_stands_on_a_line_of_its_own(pieces: tuple[str, ...], shown: str) -> None:
+    backend = ScriptedBackend(pieces, error=DeadlineExceededError("Too late."))
+    written: list[str] = []
+    with pytest.raises(DeadlineExceededError):
+        stream(backend, build_request(model="scripted", prompt="hi"), written.append)
+    assert "".join(written) == shown
 
 
 def test_chat_takes_its_bar_away_before_it_reads(
