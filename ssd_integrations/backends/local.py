@@ -128,7 +128,11 @@ def _require_worker_extra() -> None:
     from importlib.util import find_spec
 
     if find_spec("torch") is None or find_spec("transformers") is None:
-        raise MissingExtraError.for_extra("Running a model in this process", "worker")
+        raise MissingExtraError(
+            "Running a model in this process needs packages that are not installed.",
+            remedy="Run: pip install 'ssd-integrations[worker]'. Or send requests to workers "
+            "elsewhere: broker_url= (of the command: --broker-url).",
+        )
 
 
 class _Engines:

@@ -9,7 +9,7 @@ from typing import cast
 from ssd_integrations.backends.base import Backend
 from ssd_integrations.cli.options import EngineOptions
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.errors import EngineError
+from ssd_integrations.errors import EngineError, SSDError
 from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, GenerationRequest
 
 
@@ -37,18 +37,26 @@ def stream(
 ) -> FinishedEvent:
     """Run ``request``, hand every piece of text to ``on_text`` and return the end.
 
-    An exception on the way (an interrupt, say) cancels the request. ``bar`` is closed as soon
-    as the first event shows that the model is loaded.
+    An exception on the way (an interrupt, say) cancels the request; an error also ends the line
+    that the text has begun. ``bar`` is closed as soon as the first event shows that the model
+    is loaded.
     """
     finished: FinishedEvent | None = None
+    written = ""
     with closing(cast(Generator[Event, None, None], backend.generate(request))) as events:
-        for event in events:
-            if bar is not None:
-                bar.close()
-            if isinstance(event, DeltaEvent):
-                on_text(event.text)
-            elif isinstance(event, FinishedEvent):
-                finished = event
+        try:
+            for event in events:
+                if bar is not None:
+                    bar.close()
+                if isinstance(event, DeltaEvent):
+                    on_text(event.text)
+                    written = event.text or written
+                elif isinstance(event, FinishedEvent):
+                    finished = event
+        except SSDError:
+            if written and not written.endswith("\n"):
+                on_text("\n")
+            raise
     if finished is None:
         raise EngineError(f"The stream of request {request.request_id} ended without a result.")
     return finished
