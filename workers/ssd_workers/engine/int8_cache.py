@@ -144,7 +144,9 @@ def _quantize_to(folder: Path, source: ModelSource, progress: Progress) -> None:
     _refuse_large_float_weights(model, rest, source.name)
     save_file(int8, folder / _INT8)
     save_file(rest, folder / _REST)
-    (folder / _DONE).write_text(json.dumps({"format": FORMAT, "model": source.name, "path": source.path}))
+    (folder / _DONE).write_text(
+        json.dumps({"format": FORMAT, "model": source.name, "path": source.path})
+    )
 
 
 def _refuse_large_float_weights(
