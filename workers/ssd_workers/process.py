@@ -6,13 +6,14 @@ The supervisor starts it, with the settings in the environment.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import warnings
 
 from ssd_integrations.errors import SSDError
 from ssd_workers.lifetime import die_with_parent
-from ssd_workers.settings import EXIT_BAD_SETTINGS
+from ssd_workers.settings import EXIT_BAD_SETTINGS, PARENT_VARIABLE
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 #: Seconds after which a thread must let another one run. The default of 5 ms is what a task,
@@ -22,7 +23,8 @@ _SWITCH_INTERVAL_S = 0.001
 
 def main() -> int:
     """Run the Celery worker until it is told to stop; its exit code."""
-    die_with_parent(signal.SIGTERM)
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    die_with_parent(signal.SIGTERM, int(parent) if parent.isdecimal() else None)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         from ssd_workers.celery_app import app, settings

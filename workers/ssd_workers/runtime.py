@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _CLAIM_RETRY_S = 10.0
 _SUCCESSOR_POLL_S = 1.0
+#: How long a worker that stops waits for an absent Redis to take what it has to say.
+_LAST_ENTRIES_S = 3.0
 #: Stream entries beyond one per token: taken, started, finished, and earlier attempts' ones.
 _SPARE_ENTRIES = 64
 
@@ -183,6 +185,7 @@ class WorkerRuntime:
                 active.run.stop("fenced")
 
         writer = self._writer(claim, on_fenced)
+        handed_back = False
         try:
             self._check(claim)
             request = self._parse(delivery)
@@ -204,9 +207,10 @@ class WorkerRuntime:
                 run.stop("hand_back")
             left_s = None if request.timeout_s is None else request.timeout_s - claim.age_s
             run.wait(None if left_s is None else max(0.0, left_s))
-            if run.handed_back:
-                self._release(delivery.request_id)
-                return False
+            handed_back = run.handed_back
+        if handed_back or writer.lost:
+            self._release(delivery.request_id)
+            return False
         active.handed_back = False
         return writer.fenced
 
@@ -293,3 +297,4 @@ class WorkerRuntime:
             runs = [active.run for active in self._active.values() if active.run is not None]
         for run in runs:
             run.stop("hand_back")
+        self._publisher.give_up_after(_LAST_ENTRIES_S)

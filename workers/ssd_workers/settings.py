@@ -25,6 +25,8 @@ DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
 #: The broker's URL travels by environment: it may hold a password, and `ps` shows arguments.
 BROKER_URL_VARIABLE = "SSD_BROKER_URL"
 SETTINGS_VARIABLE = "SSD_WORKER_SETTINGS"
+#: The supervisor's process id: its worker must not outlive it, not even by a race at its start.
+PARENT_VARIABLE = "SSD_WORKER_PARENT"
 
 #: Exit code of a worker whose model cannot be loaded; starting it again would not help.
 EXIT_LOAD_FAILED = 78

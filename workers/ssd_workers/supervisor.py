@@ -16,7 +16,12 @@ import redis
 
 from ssd_integrations.backends.wire import unreachable, worker_key
 from ssd_workers.lifetime import stop_process
-from ssd_workers.settings import EXIT_BAD_SETTINGS, EXIT_LOAD_FAILED, WorkerSettings
+from ssd_workers.settings import (
+    EXIT_BAD_SETTINGS,
+    EXIT_LOAD_FAILED,
+    PARENT_VARIABLE,
+    WorkerSettings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +85,11 @@ class Supervisor:
     def _run_once(self) -> int:
         process = self._process = subprocess.Popen(
             [sys.executable, "-m", "ssd_workers.process"],
-            env={**os.environ, **self._settings.to_environment()},
+            env={
+                **os.environ,
+                **self._settings.to_environment(),
+                PARENT_VARIABLE: str(os.getpid()),
+            },
             stdin=subprocess.DEVNULL,
             # Ctrl-C in a terminal reaches this process only, which then asks politely.
             start_new_session=True,

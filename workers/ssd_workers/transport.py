@@ -39,6 +39,12 @@ class QoS(redis.QoS):  # type: ignore[misc]
         except self._unreachable as error:
             logger.warning("A message is acknowledged when it comes back: %r", error)
 
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        try:
+            super().reject(delivery_tag, requeue)
+        except self._unreachable as error:
+            logger.warning("A message goes back by its timeout: %r", error)
+
     @property
     def _unreachable(self) -> tuple[type[BaseException], ...]:
         # AttributeError: the channel was closed and has forgotten its server's address.
