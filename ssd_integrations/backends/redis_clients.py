@@ -15,7 +15,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from ssd_integrations.backends.wire import mask_text, mask_url, unreachable
+from ssd_integrations.backends.wire import mask_url, refused, unreachable
 from ssd_integrations.errors import BrokerUnavailableError
 
 T = TypeVar("T")
@@ -125,10 +125,7 @@ class RedisClients:
         try:
             yield
         except redis.ResponseError as error:
-            raise BrokerUnavailableError(
-                f"The broker {self.masked_url} refused a command: {mask_text(str(error))}.",
-                remedy="Check the user's permissions (~ssd:* keys, &ssd:* channels) and memory.",
-            ) from error
+            raise refused(self._url, error) from error
 
     def unavailable(self, error: Exception) -> BrokerUnavailableError:
         """The error that says that the server is away and why."""

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import kombu.exceptions
+import redis
 from celery import Celery
 
 from ssd_integrations.backends.redis_clients import TRANSIENT_ERRORS
@@ -14,6 +15,7 @@ from ssd_integrations.backends.wire import (
     KEY_PREFIX,
     TASK_NAME,
     queue_name,
+    refused,
     tls_options,
     unreachable,
 )
@@ -45,7 +47,7 @@ class TaskSender:
         attempt, by the broker's clock.
 
         Raises:
-          BrokerUnavailableError: the broker is away.
+          BrokerUnavailableError: the broker is away or refuses the task.
         """
         try:
             self._current_app().send_task(
@@ -61,6 +63,8 @@ class TaskSender:
             )
         except (kombu.exceptions.OperationalError, *TRANSIENT_ERRORS) as error:
             raise unreachable(self._broker_url, error) from error
+        except redis.ResponseError as error:
+            raise refused(self._broker_url, error) from error
 
     def close(self) -> None:
         """Close the connections; a later :meth:`send` opens new ones."""

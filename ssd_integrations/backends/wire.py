@@ -166,6 +166,15 @@ def mask_text(text: str) -> str:
     return _QUERY_PASSWORD.sub(r"\1***", re.sub(r"//\S*@", "//***@", text))
 
 
+def refused(url: str, error: Exception) -> BrokerUnavailableError:
+    """The error that says that the server at ``url`` refuses a command, and why."""
+    reason = mask_text(str(error)).rstrip(".")
+    return BrokerUnavailableError(
+        f"The broker {mask_url(url)} refused a command: {reason}.",
+        remedy="Check the user's permissions (~ssd:* keys, &ssd:* channels), memory and disk.",
+    )
+
+
 def unreachable(url: str, error: Exception) -> BrokerUnavailableError:
     """The error that says that the server at ``url`` is away, and why."""
     reason = mask_text(str(error).replace(url, mask_url(url))).rstrip(".")

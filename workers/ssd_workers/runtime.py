@@ -27,7 +27,7 @@ from ssd_workers import claims
 from ssd_workers.cancellations import CancelListener
 from ssd_workers.engine.service import EngineService
 from ssd_workers.keeper import Keeper
-from ssd_workers.redis_connection import TRANSIENT_ERRORS, connect
+from ssd_workers.redis_connection import REDIS_ERRORS, connect
 from ssd_workers.run import Run
 from ssd_workers.settings import WorkerSettings
 from ssd_workers.streams import StreamPublisher, StreamWriter
@@ -227,7 +227,7 @@ class WorkerRuntime:
                     redelivered=delivery.redelivered,
                     max_attempts=self._settings.max_attempts,
                 )
-            except TRANSIENT_ERRORS as error:
+            except REDIS_ERRORS as error:
                 if self._stopping or time.monotonic() >= give_up_at:
                     raise HandBack(delivery.request_id) from error
                 time.sleep(0.2)
@@ -275,7 +275,7 @@ class WorkerRuntime:
     def _release(self, request_id: str) -> None:
         try:
             claims.release(self._client, request_id)
-        except TRANSIENT_ERRORS as error:
+        except REDIS_ERRORS as error:
             logger.warning("Attempt of %s counts as a crash: %s", request_id, error)
 
     def _outlive_successor(self, request_id: str) -> None:
@@ -286,7 +286,7 @@ class WorkerRuntime:
             try:
                 if claims.is_done(self._client, request_id):
                     return
-            except TRANSIENT_ERRORS as error:
+            except REDIS_ERRORS as error:
                 logger.warning("Waiting for the later attempt of %s: %s", request_id, error)
             time.sleep(_SUCCESSOR_POLL_S)
 

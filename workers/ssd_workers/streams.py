@@ -16,7 +16,7 @@ import redis
 from ssd_integrations.backends.wire import EVENT_FIELD, entry_id, parse_entry_id, stream_key
 from ssd_integrations.protocol import Event, is_terminal
 from ssd_workers.claims import FINISH_SCRIPT, finish_arguments
-from ssd_workers.redis_connection import TRANSIENT_ERRORS
+from ssd_workers.redis_connection import TRANSIENT_ERRORS, is_transient
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class StreamPublisher:
         while entries and not self._stopping.is_set():
             try:
                 replies = self._send(entries)
-                problem = next((r for r in replies if isinstance(r, TRANSIENT_ERRORS)), None)
+                problem = next((r for r in replies if is_transient(r)), None)
                 if problem is None:
                     self._settle(entries, replies)
                     return
