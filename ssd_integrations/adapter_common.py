@@ -31,8 +31,8 @@ from ssd_integrations.protocol import (
     build_request,
     build_sampling,
     build_speculation,
-    describe_validation_error,
 )
+from ssd_integrations.validation import describe_validation_error
 
 
 @runtime_checkable
@@ -65,10 +65,14 @@ class AdapterParameters(AdapterFields):
             raise InvalidRequestError(describe_validation_error(name, error)) from error
         self._check_parameters()
 
-    @field_validator("broker_url", mode="after")
+    @field_validator("broker_url", mode="before")
     @classmethod
-    def _hide_broker_url(cls, value: SecretStr | str | None) -> SecretStr | None:
-        return SecretStr(value) if isinstance(value, str) else value
+    def _hide_broker_url(cls, value: object) -> SecretStr | None:
+        if value is None or isinstance(value, SecretStr):
+            return value
+        if isinstance(value, str):
+            return SecretStr(value)
+        raise ValueError(f"a {type(value).__name__} is not a URL")
 
     def _check_parameters(self) -> None:
         self._build_request({}, prompt="check")

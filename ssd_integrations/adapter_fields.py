@@ -67,7 +67,8 @@ OUTPUT_OPTIONS = (
 class AdapterFields(BaseModel):
     """The parameters themselves; :mod:`ssd_integrations.adapter_common` checks and uses them."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    # An error's traceback must not show what was put into broker_url.
+    model_config = ConfigDict(arbitrary_types_allowed=True, hide_input_in_errors=True)
 
     model: str = Field(
         default="demo", description="`demo`, a folder, a GGUF file or a hub id; fixed per instance."

@@ -9,7 +9,16 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import from_json, to_json
 
 from ssd_integrations.errors import (
     InvalidRequestError,
@@ -17,6 +26,7 @@ from ssd_integrations.errors import (
     SSDError,
     error_from_code,
 )
+from ssd_integrations.validation import describe_validation_error
 
 PROTOCOL_VERSION: Literal[1] = 1
 MAX_PROMPT_CHARS = 4_000_000
@@ -134,6 +144,15 @@ class ToolCall(_Message):
     id: str = Field(max_length=256)
     name: str = Field(min_length=1, max_length=256)
     arguments: dict[str, Any]
+
+    @field_validator("arguments", mode="after")
+    @classmethod
+    def _as_the_wire_gives_them(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Only what is JSON, so that a call means the same in process and on a worker."""
+        # The brackets leave room for the levels of the messages around it.
+        data = to_json([[[[[[value]]]]]], inf_nan_mode="constants")
+        arguments: dict[str, Any] = from_json(data, allow_inf_nan=False)[0][0][0][0][0][0]
+        return arguments
 
 
 class Message(_Message):
@@ -350,16 +369,3 @@ def build_speculation(**fields: Any) -> SpeculationParams:
         return SpeculationParams(**fields)
     except ValidationError as error:
         raise InvalidRequestError(describe_validation_error("speculation", error)) from error
-
-
-def describe_validation_error(what: str, error: ValidationError) -> str:
-    """One plain sentence from a pydantic error: field, value (cut to 80 characters), fault."""
-    parts = []
-    for item in error.errors(include_url=False)[:5]:
-        field = ".".join(str(part) for part in item["loc"]) or what
-        value = repr(item.get("input"))
-        if len(value) > 80:
-            value = value[:77] + "..."
-        fault = item["msg"].removeprefix("Value error, ")
-        parts.append(fault if field == what else f"{field}={value}: {fault}")
-    return f"Invalid {what}: " + "; ".join(parts) + "."

@@ -53,8 +53,8 @@ BATCH_QUEUE_TIMEOUT_S = 86_400.0
 class CeleryBackend:
     """A :class:`~ssd_integrations.backends.base.Backend` whose engine runs on Celery workers.
 
-    Safe to share between threads, event loops and forked processes. The constructor opens
-    no connection.
+    Safe to share between threads, event loops and forked processes; a copy, pickled or not, is
+    a backend with connections of its own. The constructor opens no connection.
 
     Parameters:
       broker_url: ``redis://`` or ``rediss://`` URL of the Redis or Valkey server.
@@ -76,10 +76,16 @@ class CeleryBackend:
         self._clients = RedisClients(broker_url, connect_timeout_s=connect_timeout_s)
         self._sender = TaskSender(broker_url, connect_timeout_s=connect_timeout_s)
         self._source = StreamSource(self._clients, self.workers)
+        self._broker_url = broker_url
+        self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._lock = threading.Lock()
         self._running: set[str] = set()
         self._closed = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        options = (self._broker_url, self._connect_timeout_s, self._reconnect_timeout_s)
+        return _reopened, options
 
     # One request, read by its caller ------------------------------------------------------
 
@@ -276,6 +282,12 @@ class CeleryBackend:
                 await self._clients.call(client.eval(CANCEL_SCRIPT, len(keys), *keys, *arguments))
         except BrokerUnavailableError as error:
             logger.warning("Request %s could not be cancelled: %s", request_id, error)
+
+
+def _reopened(url: str, connect_timeout_s: float, reconnect_timeout_s: float) -> CeleryBackend:
+    return CeleryBackend(
+        url, connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s
+    )
 
 
 def _text(raw: bytes | str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import queue
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from ssd_workers.engine.config import EngineConfig
     from ssd_workers.engine.service import EngineService
     from ssd_workers.progress import Progress
+
+
+logger = logging.getLogger(__name__)
 
 
 class LocalBackend:
@@ -137,7 +142,11 @@ def _require_worker_extra() -> None:
     from importlib.util import find_spec
 
     if find_spec("torch") is None or find_spec("transformers") is None:
-        raise MissingExtraError.for_extra("Running a model in this process", "worker")
+        raise MissingExtraError(
+            "Running a model in this process needs packages that are not installed.",
+            remedy="Run: pip install 'ssd-integrations[worker]'. Or send requests to workers "
+            "elsewhere: broker_url= (of the command: --broker-url).",
+        )
 
 
 class _Engines:
@@ -145,6 +154,7 @@ class _Engines:
 
     def __init__(self, make: Callable[[EngineConfig, Progress | None], EngineService]) -> None:
         self._make = make
+        self.forked = False
         self.forget()
 
     def get(self, config: EngineConfig, progress: Progress | None) -> EngineService:
@@ -178,8 +188,13 @@ class _Engines:
         for config in configs:
             self.close(config)
 
+    def after_fork(self) -> None:
+        """Start anew in a forked child, whose engine threads stayed in the parent."""
+        self.forked = "torch" in sys.modules
+        self.forget()
+
     def forget(self) -> None:
-        """Start anew; also in a forked child, whose engine threads stayed in the parent."""
+        """Start anew."""
         self._lock = threading.Lock()
         self._loading: dict[EngineConfig, threading.Lock] = {}
         self._running: dict[EngineConfig, EngineService] = {}
@@ -189,6 +204,13 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> EngineServ
     from ssd_workers.engine.service import EngineService
     from ssd_workers.progress import no_progress
 
+    if _engines.forked and config.num_threads != 1:
+        # OpenMP's threads stayed in the parent: the first loop to want one would wait for ever.
+        logger.warning(
+            "This process was forked from one that had loaded torch, so its engine uses one "
+            "thread. Start processes by 'spawn', or load models only after the fork, to use more."
+        )
+        config = config.model_copy(update={"num_threads": 1})
     service = EngineService(config, progress=progress or no_progress)
     try:
         service.start()
@@ -201,4 +223,4 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> EngineServ
 _engines = _Engines(_start_engine)
 atexit.register(_engines.close_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_engines.forget)
+    os.register_at_fork(after_in_child=_engines.after_fork)

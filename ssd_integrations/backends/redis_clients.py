@@ -15,7 +15,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from ssd_integrations.backends.wire import mask_url
+from ssd_integrations.backends.wire import mask_url, refused, unreachable
 from ssd_integrations.errors import BrokerUnavailableError
 
 T = TypeVar("T")
@@ -125,16 +125,11 @@ class RedisClients:
         try:
             yield
         except redis.ResponseError as error:
-            raise BrokerUnavailableError(
-                f"The broker {self.masked_url} refused a command: {error}.",
-                remedy="Check the user's permissions (~ssd:* keys, &ssd:* channels) and memory.",
-            ) from error
+            raise refused(self._url, error) from error
 
     def unavailable(self, error: Exception) -> BrokerUnavailableError:
         """The error that says that the server is away and why."""
-        return BrokerUnavailableError(
-            f"The broker {self.masked_url} cannot be reached: {mask_url(str(error))}."
-        )
+        return unreachable(self._url, error)
 
     def close(self) -> None:
         """Close the thread pool; a loop's client closes with :meth:`aclose` or with its loop."""

@@ -7,17 +7,18 @@ import threading
 from typing import Any
 
 import kombu.exceptions
+import redis
 from celery import Celery
 
 from ssd_integrations.backends.redis_clients import TRANSIENT_ERRORS
 from ssd_integrations.backends.wire import (
     KEY_PREFIX,
     TASK_NAME,
-    mask_url,
     queue_name,
+    refused,
     tls_options,
+    unreachable,
 )
-from ssd_integrations.errors import BrokerUnavailableError
 from ssd_integrations.protocol import GenerationRequest
 
 _SOCKET_TIMEOUT_S = 5.0
@@ -46,7 +47,7 @@ class TaskSender:
         attempt, by the broker's clock.
 
         Raises:
-          BrokerUnavailableError: the broker is away.
+          BrokerUnavailableError: the broker is away or refuses the task.
         """
         try:
             self._current_app().send_task(
@@ -61,10 +62,9 @@ class TaskSender:
                 retry_policy={"max_retries": 1, "interval_start": 0.0, "interval_step": 0.2},
             )
         except (kombu.exceptions.OperationalError, *TRANSIENT_ERRORS) as error:
-            raise BrokerUnavailableError(
-                f"The broker {mask_url(self._broker_url)} cannot be reached: "
-                f"{mask_url(str(error))}."
-            ) from error
+            raise unreachable(self._broker_url, error) from error
+        except redis.ResponseError as error:
+            raise refused(self._broker_url, error) from error
 
     def close(self) -> None:
         """Close the connections; a later :meth:`send` opens new ones."""

@@ -11,8 +11,13 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ssd_integrations.errors import InvalidRequestError, MalformedMessageError
-from ssd_integrations.protocol import ModelInfo, QueueName, describe_validation_error
+from ssd_integrations.errors import (
+    BrokerUnavailableError,
+    InvalidRequestError,
+    MalformedMessageError,
+)
+from ssd_integrations.protocol import ModelInfo, QueueName
+from ssd_integrations.validation import describe_validation_error
 
 KEY_PREFIX = "ssd:"
 TASK_NAME = "ssd.generate"
@@ -33,6 +38,9 @@ EVENT_FIELD = b"event"
 TAKEN_FIELD = b"taken"
 
 _SCHEMES = ("redis", "rediss")
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*://|//)?(.*)", re.IGNORECASE | re.DOTALL)
+_HOST_AND_PORT = re.compile(r"(\[[^]]*\]|[^:/?#]*)(:[^/?#]*)?(.*)", re.DOTALL)
+_QUERY_PASSWORD = re.compile(r"(password=)[^&\s]*", re.IGNORECASE)
 
 
 def queue_name(model: str, kind: QueueName) -> str:
@@ -136,6 +144,38 @@ def tls_options(url: str) -> dict[str, str] | None:
 
 
 def mask_url(url: str) -> str:
-    """``url`` with every password replaced, for messages and logs."""
-    masked = re.sub(r"//([^:@/]*):?[^@/]*@", r"//\1:***@", url)
-    return re.sub(r"(?i)(password=)[^&]*", r"\1***", masked)
+    """``url`` with whatever may be a password replaced, for messages and logs.
+
+    Also where it is no proper URL: a password with an unescaped ``/`` or ``@``, or without the
+    host that should follow, is the usual reason why an address is refused and printed.
+    """
+    url = _QUERY_PASSWORD.sub(r"\1***", url)
+    scheme, rest = _SCHEME.fullmatch(url).groups("")  # type: ignore[union-attr]  # matches all
+    secret, at, place = rest.rpartition("@")
+    if at:
+        user, colon, _ = secret.partition(":")
+        return f"{scheme}{user}:***@{place}" if colon else f"{scheme}***@{place}"
+    host, port, tail = _HOST_AND_PORT.fullmatch(rest).groups("")  # type: ignore[union-attr]
+    if port and not re.fullmatch(r":\d{0,5}", port):
+        return f"{scheme}{host}:***"
+    return f"{scheme}{host}{port}{tail}"
+
+
+def mask_text(text: str) -> str:
+    """``text`` with the passwords of URLs in it replaced."""
+    return _QUERY_PASSWORD.sub(r"\1***", re.sub(r"//\S*@", "//***@", text))
+
+
+def refused(url: str, error: Exception) -> BrokerUnavailableError:
+    """The error that says that the server at ``url`` refuses a command, and why."""
+    reason = mask_text(str(error)).rstrip(".")
+    return BrokerUnavailableError(
+        f"The broker {mask_url(url)} refused a command: {reason}.",
+        remedy="Check the user's permissions (~ssd:* keys, &ssd:* channels), memory and disk.",
+    )
+
+
+def unreachable(url: str, error: Exception) -> BrokerUnavailableError:
+    """The error that says that the server at ``url`` is away, and why."""
+    reason = mask_text(str(error).replace(url, mask_url(url))).rstrip(".")
+    return BrokerUnavailableError(f"The broker {mask_url(url)} cannot be reached: {reason}.")

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from ssd_integrations import __version__
-from ssd_integrations.cli.failures import report_failures
+from ssd_integrations.cli.failures import EXIT_USAGE, report_failures, show_error
 from ssd_integrations.cli.lazy import LazyGroup
+from ssd_integrations.errors import InvalidRequestError
 
 __all__ = ["app", "main"]
 
@@ -21,6 +22,9 @@ Examples:
   ssd up                      an embedded broker and a worker
   ssd generate "Say hello" --broker-url redis://localhost:6379/0
 """
+
+#: What a wrong command line raises: click's class, whether typer brings its own click or not.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="ssd",
@@ -58,10 +62,28 @@ def main() -> None:
         # A model may write characters that the terminal's encoding lacks.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):
+        # What is not text is refused with the request that holds it, not by an exception here.
+        sys.stdin.reconfigure(errors="surrogateescape")
     # The libraries' own bars would draw over ours.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with report_failures():
-            app(prog_name="ssd")
+            _run(sys.argv[1:])
     except typer.Exit as end:
         sys.exit(end.exit_code)
+
+
+def _run(arguments: list[str]) -> None:
+    """Run the command; who asked for JSON gets a wrong command line told as JSON too."""
+    if "--json" not in arguments:
+        app(arguments, prog_name="ssd")
+        return
+    try:
+        code = app(arguments, prog_name="ssd", standalone_mode=False)
+    except _USAGE_ERROR as error:
+        described = error.format_message()  # type: ignore[attr-defined]
+        remedy = "Correct the command line; --help after the command lists the options."
+        show_error(InvalidRequestError(described, remedy=remedy), as_json=True)
+        raise typer.Exit(EXIT_USAGE) from error
+    raise typer.Exit(code if isinstance(code, int) else 0)

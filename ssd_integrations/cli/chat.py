@@ -24,7 +24,6 @@ from ssd_integrations.cli.request_options import (
 )
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.errors import InvalidRequestError, SSDError
-from ssd_integrations.protocol import Message
 
 _HELP = (
     "/system TEXT sets the system message · /reset forgets the conversation · "
@@ -37,18 +36,18 @@ class Conversation:
     """What was said so far. A turn counts only once it is answered."""
 
     system: str | None = None
-    turns: list[Message] = field(default_factory=list)
+    turns: list[dict[str, str]] = field(default_factory=list)
 
-    def messages(self, text: str) -> tuple[Message, ...]:
+    def messages(self, text: str) -> list[dict[str, str]]:
         """The whole conversation with ``text`` as the newest user turn."""
-        head = [Message(role="system", content=self.system)] if self.system else []
-        return (*head, *self.turns, Message(role="user", content=text))
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.turns, {"role": "user", "content": text}]
 
     def answered(self, text: str, answer: str) -> None:
         """Remember one exchange."""
         self.turns += [
-            Message(role="user", content=text),
-            Message(role="assistant", content=answer),
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": answer},
         ]
 
     def reset(self) -> None:
@@ -124,7 +123,10 @@ def chat(
             talk = Conversation(system)
             wanted.request(model, messages=talk.messages("Hello"))
         with LoadingBar() as bar, open_session(engine, bar) as backend:
-            for info in backend.models():
+            models = backend.models()
+            # A bar that is still drawn would overwrite what is typed.
+            bar.close()
+            for info in models:
                 note(f"{info.name}: {info.architecture}, {info.dtype} on {info.device}")
             note(_HELP)
             while (line := _read_line()) is not None:

@@ -11,14 +11,14 @@ from rich.text import Text
 
 from ssd_integrations.cli.checks import Check, broker, machine, packages
 from ssd_integrations.cli.failures import EXIT_FAILED, report_failures
-from ssd_integrations.cli.options import BrokerURL
+from ssd_integrations.cli.options import CheckedBrokerURL
 from ssd_integrations.cli.render import clean_for_terminal
 
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
-    broker_url: BrokerURL = None,
+    broker_url: CheckedBrokerURL = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine and say what to do; exits with 1 when something essential fails.

@@ -19,7 +19,12 @@ from ssd_integrations.cli.request_options import (
 )
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import DeltaEvent, GenerationRequest, TokenLogprob
+from ssd_integrations.protocol import (
+    MAX_PROMPT_CHARS,
+    DeltaEvent,
+    GenerationRequest,
+    TokenLogprob,
+)
 
 _JSON_FIELDS = {"text", "finish_reason", "usage", "speculation", "timing", "model"}
 
@@ -121,8 +126,16 @@ def generate(
 def _read_prompt(prompt: str) -> str:
     if prompt != "-":
         return prompt
+    # A stream without an end must not fill the memory first.
+    most = 4 * MAX_PROMPT_CHARS
+    data = sys.stdin.buffer.read(most + 1)
+    if len(data) > most:
+        raise InvalidRequestError(
+            f"Standard input has more than {most} bytes.",
+            remedy=f"Give a prompt of at most {MAX_PROMPT_CHARS} characters.",
+        )
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
             f"Standard input is not UTF-8 (byte {error.start}).", remedy="Convert it first."
@@ -153,7 +166,12 @@ def _run(engine: EngineOptions, request: GenerationRequest, as_json: bool) -> No
         logprobs.extend(event.logprobs or ())
 
     with LoadingBar() as bar, open_session(engine, bar) as backend:
-        event = stream(backend, request, keep if as_json else write_delta, bar)
+        try:
+            event = stream(backend, request, keep if as_json else write_delta, bar)
+        except KeyboardInterrupt:
+            if not as_json:
+                write_text("\n")
+            raise
     if as_json:
         summary = event.model_dump(mode="json", include=_JSON_FIELDS)
         if request.sampling.logprobs is not None:

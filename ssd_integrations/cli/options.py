@@ -47,6 +47,15 @@ BrokerURL = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+CheckedBrokerURL = Annotated[
+    str | None,
+    typer.Option(
+        "--broker-url",
+        envvar="SSD_BROKER_URL",
+        help="Look at this Redis or Valkey server and its workers too.",
+        show_default="none",
+    ),
+]
 Speculation = Annotated[
     str,
     typer.Option(

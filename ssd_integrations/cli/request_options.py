@@ -9,7 +9,6 @@ from typing import Any
 from ssd_integrations.errors import InvalidRequestError
 from ssd_integrations.protocol import (
     GenerationRequest,
-    Message,
     build_request,
     build_sampling,
     build_speculation,
@@ -58,7 +57,11 @@ class EngineOptions:
                 "--speculation model needs a draft model.",
                 remedy="Add --draft-model NAME, or use --speculation ngram.",
             )
-        if self.broker_url is None:
+        if self.broker_url is not None:
+            from ssd_integrations.backends.wire import check_broker_url
+
+            check_broker_url(self.broker_url)
+        else:
             from ssd_workers.engine.config import build_engine_config
 
             build_engine_config(model=self.model, **given)
@@ -82,7 +85,7 @@ class RequestOptions:
         self,
         model: str,
         *,
-        messages: Sequence[Message | Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
         prompt: str | None = None,
     ) -> GenerationRequest:
         """The request for these messages or this raw prompt.

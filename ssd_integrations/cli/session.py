@@ -9,13 +9,8 @@ from typing import cast
 from ssd_integrations.backends.base import Backend
 from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.cli.request_options import EngineOptions
-from ssd_integrations.errors import EngineError
-from ssd_integrations.protocol import (
-    DeltaEvent,
-    Event,
-    FinishedEvent,
-    GenerationRequest,
-)
+from ssd_integrations.errors import EngineError, SSDError
+from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, GenerationRequest
 
 
 @contextmanager
@@ -42,18 +37,26 @@ def stream(
 ) -> FinishedEvent:
     """Run ``request``, hand every delta to ``on_delta`` and return the end.
 
-    An exception on the way (an interrupt, say) cancels the request. ``bar`` is closed as soon
-    as the first event shows that the model is loaded.
+    An exception on the way (an interrupt, say) cancels the request; an error also ends the line
+    that the text has begun. ``bar`` is closed as soon as the first event shows that the model
+    is loaded.
     """
     finished: FinishedEvent | None = None
+    written = ""
     with closing(cast(Generator[Event, None, None], backend.generate(request))) as events:
-        for event in events:
-            if bar is not None:
-                bar.close()
-            if isinstance(event, DeltaEvent):
-                on_delta(event)
-            elif isinstance(event, FinishedEvent):
-                finished = event
+        try:
+            for event in events:
+                if bar is not None:
+                    bar.close()
+                if isinstance(event, DeltaEvent):
+                    on_delta(event)
+                    written = event.text or written
+                elif isinstance(event, FinishedEvent):
+                    finished = event
+        except SSDError:
+            if written and not written.endswith("\n"):
+                on_delta(DeltaEvent(request_id=request.request_id, text="\n"))
+            raise
     if finished is None:
         raise EngineError(f"The stream of request {request.request_id} ended without a result.")
     return finished

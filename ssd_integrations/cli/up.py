@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from ssd_integrations.cli import options as opt
-from ssd_integrations.cli.failures import report_failures, usage_errors
+from ssd_integrations.cli.failures import report_failures, show_error, usage_errors
+from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.cli.worker import (
     ChatTemplate,
     DraftTokens,
@@ -22,6 +23,9 @@ from ssd_integrations.cli.worker import (
     check_installed,
     engine_options,
 )
+from ssd_integrations.errors import EngineError
+
+_SEE_STDERR = "Its reason is on standard error."
 
 
 def up(
@@ -88,7 +92,13 @@ def up(
                 visibility_timeout_s=visibility_timeout_s,
             )
         from ssd_workers.embedded import EmbeddedValkey, default_data_dir
+        from ssd_workers.models.store import resolve_model
         from ssd_workers.supervisor import Supervisor
+
+        with LoadingBar() as bar:
+            # A model that is not there is told before anything starts.
+            for name in filter(None, (model, draft_model)):
+                resolve_model(name, progress=bar)
 
         folder = data_dir if data_dir is not None else default_data_dir(model)
         with EmbeddedValkey(port=port, data_dir=folder) as broker:
@@ -97,6 +107,9 @@ def up(
             print(f"The broker runs at {url}. Loading {model} ...", file=sys.stderr, flush=True)
             supervisor = Supervisor(settings, lambda pid: _show_ready(url, model, pid, as_json))
             code = supervisor.run()
+        if code and as_json:
+            error = EngineError(f"The worker ended with exit code {code}.", remedy=_SEE_STDERR)
+            show_error(error, as_json=True)
     raise typer.Exit(code)
 
 

@@ -219,6 +219,9 @@ def test_beyond_the_grace_period_requests_go_back_to_the_queue(
     assert worker.stop() == 0
     assert time.monotonic() - stopped < 5.0
     assert len(reader.events) < 600
+    log = worker.log.read_text()
+    assert f"Request {sent.request_id} goes back to the queue." in log
+    assert "Traceback" not in log
     start_worker()
     assert reader.finish().usage.completion_tokens == 600
     assert attempts(broker, sent.request_id) == 2

@@ -20,6 +20,7 @@ from langchain_core.runnables import ConfigurableField
 from pydantic import SecretStr
 
 from ssd_integrations import ChatSSD
+from ssd_integrations.backends.celery import CeleryBackend
 from ssd_integrations.errors import EngineError, InvalidRequestError
 from ssd_integrations.protocol import Event, GenerationRequest
 from tests.unit.scripted_backend import STATS, CountingBackend, ScriptedBackend
@@ -399,6 +400,11 @@ def test_pickle_and_copy() -> None:
     llm = ChatSSD(temperature=0.4)
     for other in (pickle.loads(pickle.dumps(llm)), copy.deepcopy(llm), llm.model_copy()):
         assert other._identifying_params == llm._identifying_params
+    with_backend = ChatSSD(backend=CeleryBackend(SECRET, connect_timeout_s=1.5))
+    for other in (pickle.loads(pickle.dumps(with_backend)), copy.deepcopy(with_backend)):
+        assert isinstance(other.backend, CeleryBackend)
+        assert other.backend is not with_backend.backend
+        assert other.backend.__reduce__() == with_backend.backend.__reduce__()
 
 
 @pytest.mark.parametrize(

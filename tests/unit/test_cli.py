@@ -10,18 +10,18 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ssd_integrations.cli.chat import Conversation
-from ssd_integrations.cli.checks import packages
+from ssd_integrations.cli.checks import Check, machine, packages
 from ssd_integrations.cli.lazy import load_command
 from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.cli.render import clean_for_terminal, stats_line, write_text
 from ssd_integrations.protocol import (
     FinishedEvent,
     GenerationRequest,
-    Message,
     ModelInfo,
     SamplingParams,
     SpeculationParams,
@@ -29,7 +29,7 @@ from ssd_integrations.protocol import (
     Timing,
     Usage,
 )
-from tests.conftest import RunSSD, ssd_environment
+from tests.conftest import SSD, RunSSD, ssd_environment
 
 HEAVY = ("torch", "transformers", "celery", "redis", "langchain_core", "llama_index")
 
@@ -213,6 +213,24 @@ def test_doctor_fails_for_a_broker_that_is_away(run_ssd: RunSSD) -> None:
     assert "hunter2" not in result.stdout + result.stderr
 
 
+@pytest.mark.parametrize(("cached", "needed"), [(True, "2.6 GB"), (False, "9.0 GB")])
+def test_doctor_wants_more_memory_for_the_first_conversion(
+    cached: bool, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Check("demo model", "ok" if cached else "warn", "")
+    monkeypatch.setattr(machine, "_demo_model", lambda: found)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2e9))
+    (memory,) = (check for check in machine.checks() if check.name == "memory")
+    assert memory.status == "warn"
+    assert needed in memory.remedy
+
+
+def test_doctor_says_what_it_does_with_a_broker(run_ssd: RunSSD) -> None:
+    shown = run_ssd("doctor", "--help").stdout
+    assert "Look at this Redis or Valkey server" in shown
+    assert "Send the request" not in shown
+
+
 def _without(tmp_path: Path, *modules: str) -> dict[str, str]:
     """An environment in which ``modules`` cannot be found, as if they were not installed."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -263,6 +281,7 @@ def test_generate_without_torch_names_the_extra(run_ssd: RunSSD, tmp_path: Path)
     error = json.loads(result.stdout)["error"]
     assert error["code"] == "missing_extra"
     assert "ssd-integrations[worker]" in error["remedy"]
+    assert "--broker-url" in error["remedy"]
 
 
 def test_requirements_come_from_the_installed_metadata() -> None:
@@ -320,12 +339,12 @@ def test_the_statistics_line() -> None:
 
 def test_a_conversation_remembers_what_was_answered() -> None:
     talk = Conversation(system="Be brief.")
-    assert [m.role for m in talk.messages("one")] == ["system", "user"]
+    assert [m["role"] for m in talk.messages("one")] == ["system", "user"]
     assert talk.turns == []
     talk.answered("one", "1")
-    assert [m.content for m in talk.messages("two")] == ["Be brief.", "one", "1", "two"]
+    assert [m["content"] for m in talk.messages("two")] == ["Be brief.", "one", "1", "two"]
     talk.reset()
-    assert talk.messages("three")[0] == Message(role="system", content="Be brief.")
+    assert talk.messages("three")[0] == {"role": "system", "content": "Be brief."}
     assert len(talk.messages("three")) == 2
 
 
@@ -353,6 +372,37 @@ def test_an_unknown_model_fails_in_plain_words(run_ssd: RunSSD) -> None:
     as_json = run_ssd("generate", "hi", "--model", "/no/such/model", "--json")
     assert as_json.returncode == 1
     assert json.loads(as_json.stdout)["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "hi", "--json", "--bogus"], "--bogus"),
+        (["generate", "hi", "--json", "--temperature", "warm"], "--temperature"),
+        (["generate", "--json"], "prompt"),
+        (["doctor", "--json", "surplus"], "surplus"),
+        (["models", "pull", "--json"], "name"),
+    ],
+)
+def test_a_wrong_command_line_is_json_for_who_asked_for_it(
+    run_ssd: RunSSD, arguments: list[str], named: str
+) -> None:
+    result = run_ssd(*arguments)
+    assert result.returncode == 2
+    error = json.loads(result.stdout)["error"]
+    assert error["code"] == "invalid_request"
+    assert named in error["message"]
+    assert result.stderr == ""
+
+
+def test_an_endless_standard_input_is_refused() -> None:
+    with Path("/dev/zero").open("rb") as endless:
+        result = subprocess.run(
+            [*SSD, "generate", "-"],
+            stdin=endless, capture_output=True, text=True, env=ssd_environment(), check=False,
+        )  # fmt: skip
+    assert result.returncode == 2
+    assert "16000000 bytes" in result.stderr
 
 
 def test_a_broker_that_is_away_is_named(run_ssd: RunSSD) -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ssd_integrations.cli import chat
+from ssd_integrations.cli.progress import LoadingBar
+from ssd_integrations.cli.session import stream
+from ssd_integrations.errors import DeadlineExceededError
+from ssd_integrations.protocol import build_request
 from tests.conftest import SSD, RunSSD, ssd_environment
+from tests.unit.scripted_backend import ScriptedBackend
 
 _SUMMARY = {"text", "finish_reason", "usage", "speculation", "timing", "model"}
 
@@ -97,10 +103,11 @@ def test_an_interrupt_ends_with_130_and_no_traceback(endless_model: Path) -> Non
     assert process.stdout.read(20)
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
-    _, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 130, stderr
     assert b"Traceback" not in stderr
-    assert b"Interrupted" in stderr
+    assert b"Error: Interrupted" in stderr
+    assert stdout.endswith(b"\n"), "the error begins a line of its own"
     assert time.monotonic() - start < 15
 
 
@@ -138,6 +145,54 @@ def test_chat_from_a_pipe(run_ssd: RunSSD, tiny_model: Path) -> None:
     assert "System message set." in result.stderr
     assert "starts afresh" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_chat_goes_on_after_a_line_that_is_no_text(tiny_model: Path) -> None:
+    chat = [*SSD, "chat", "--model", str(tiny_model), "--max-tokens", "3"]
+    for encoding in ("utf-8:strict", "utf-8:surrogateescape"):
+        result = subprocess.run(
+            chat,
+            input=b"caf\xe9\nhello\n",
+            env=ssd_environment(PYTHONIOENCODING=encoding),
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        errors = result.stderr.decode()
+        assert result.returncode == 0, errors
+        assert "What to do:" in errors
+        assert "3 tokens" in errors
+    system = [*SSD, "chat", "--model", str(tiny_model), "--system", b"\xff"]
+    refused = subprocess.run(system, env=ssd_environment(), capture_output=True, check=False)
+    assert refused.returncode == 2
+    assert b"Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"), [(("Hel", "lo"), "Hello\n"), (("Hello\n", ""), "Hello\n"), ((), "")]
+)
+def test_an_error_stands_on_a_line_of_its_own(pieces: tuple[str, ...], shown: str) -> None:
+    backend = ScriptedBackend(pieces, error=DeadlineExceededError("Too late."))
+    written: list[str] = []
+    with pytest.raises(DeadlineExceededError):
+        stream(backend, build_request(model="scripted", prompt="hi"), written.append)
+    assert "".join(written) == shown
+
+
+def test_chat_takes_its_bar_away_before_it_reads(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = []
+
+    class Bar(LoadingBar):
+        def close(self) -> None:
+            happened.append("bar closed")
+            super().close()
+
+    monkeypatch.setattr(chat, "LoadingBar", Bar)
+    monkeypatch.setattr(chat, "_read_line", lambda: happened.append("read"))
+    chat.chat(model=str(tiny_model))
+    assert happened[:2] == ["bar closed", "read"]
 
 
 def test_chat_goes_on_after_a_turn_that_cannot_be_answered(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer
 
 from ssd_integrations.errors import EngineError
 from ssd_integrations.protocol import build_speculation
@@ -14,7 +17,7 @@ from ssd_workers.bench.decoders import Answer, Decoder, EngineDecoder
 from ssd_workers.bench.measure import Results, Sample, run
 from ssd_workers.bench.suites import Item, Turn
 from ssd_workers.bench.transformers_decoder import TransformersDecoder, TransformersModel
-from ssd_workflows.demo import steps
+from ssd_workflows.demo import command, steps
 from ssd_workflows.demo.compare import require_same_text, rows, samples_as_json
 from ssd_workflows.demo.material import SALES, facts, misplaced_figures, section_prompt
 
@@ -50,6 +53,23 @@ def test_a_section_of_its_own_facts_has_no_misplaced_figure(section: str) -> Non
 )
 def test_figures_are_bound_to_their_region(text: str, wrong: list[str]) -> None:
     assert misplaced_figures("Bicycles", text) == wrong
+
+
+@pytest.mark.parametrize("missing", ["torch", "langchain_core", "llama_index", "celery"])
+def test_without_its_packages_the_demo_names_the_extra(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        command, "find_spec", lambda name: None if name == missing else find_spec(name)
+    )
+    with pytest.raises(typer.Exit) as ended:
+        command.demo(as_json=True)
+    assert ended.value.exit_code == 1
+    shown = capsys.readouterr()
+    error = json.loads(shown.out)["error"]
+    assert error["code"] == "missing_extra"
+    assert "ssd-integrations[all]" in error["remedy"]
+    assert shown.err == ""
 
 
 def test_the_jobs_run_over_any_chat_model() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +138,27 @@ def test_interrupted_quantisation_is_done_again(
     (half / "int8.safetensors").write_bytes(b"half")
     assert load_model(source, "int8", "cpu", no_progress).dtype == "int8"
     assert not stale.exists()
+
+
+def test_weights_of_earlier_contents_and_of_lost_models_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
+
+    def quantise(name: str, seed: int) -> None:
+        path = make_tiny_model(tmp_path / name, seed=seed)
+        load_model(resolve_model(str(path)), "int8", "cpu", no_progress)
+
+    def made_from() -> list[str]:
+        records = (tmp_path / "cache" / "int8").glob("*/complete.json")
+        return sorted(Path(json.loads(file.read_text())["path"]).name for file in records)
+
+    quantise("kept", 0)
+    quantise("lost", 0)
+    quantise("changed", 0)
+    shutil.rmtree(tmp_path / "lost")
+    quantise("changed", 1)
+    assert made_from() == ["changed", "kept"]
 
 
 def test_weights_that_int8_does_not_cover_are_refused(

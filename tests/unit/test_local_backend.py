@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from ssd_integrations.backends import Backend, local, open_backend
 from ssd_integrations.backends.local import LocalBackend
@@ -164,3 +166,20 @@ def test_a_forked_child_starts_its_own_engine(folder: str, backend: LocalBackend
         os._exit(0 if local._engines.running(backend._config) is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert local._engines.running(backend._config) is not None
+
+
+def test_a_forked_child_decodes_after_its_parent_used_threads(
+    folder: str, backend: LocalBackend
+) -> None:
+    before = text_of(backend, request(folder))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.randn(500, 500) @ torch.randn(500, 500)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a child that waits for its parent's threads would wait for ever
+        same = text_of(LocalBackend(model=folder), request(folder)) == before
+        torch.randn(500, 500) @ torch.randn(500, 500)  # what a model with wide layers does
+        os._exit(0 if same else 1)
+    torch.set_num_threads(threads)
+    assert os.waitpid(child, 0)[1] == 0

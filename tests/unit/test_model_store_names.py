@@ -178,8 +178,9 @@ def test_find_says_what_there_is(cache: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="it is empty"):
         find_model("one")
     store(cache, "one")
-    with pytest.raises(ModelNotFoundError, match=r"\(one\)"):
+    with pytest.raises(ModelNotFoundError, match="it holds one") as caught:
         find_model("two")
+    assert "ssd models pull two" in caught.value.remedy
     assert find_model("one").state == "complete"
     (cache / "models" / "one" / "model.safetensors").unlink()
     assert find_model("one").state == "partial"

@@ -256,3 +256,39 @@ def test_messages_cannot_be_changed() -> None:
 def test_request_ids_are_fresh() -> None:
     made = {build_request(model="demo", prompt="x").request_id for _ in range(50)}
     assert len(made) == 50
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"x": object()},
+        {"x": float("nan")},
+        {"x": "\ud800"},
+        {"x": 10**5000},
+        _nested(5000),
+        _nested(250),
+    ],
+    ids=["object", "nan", "surrogate", "digits", "deep", "too deep to be parsed"],
+)
+def test_tool_arguments_that_are_not_json_are_refused_at_once(arguments: dict[str, Any]) -> None:
+    call = {"id": "1", "name": "f", "arguments": arguments}
+    with pytest.raises(InvalidRequestError, match="arguments"):
+        build_request(model="m", messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_tool_arguments_that_are_accepted_arrive() -> None:
+    call = {"id": "1", "name": "f", "arguments": {"x": (1, 2), "deep": _nested(150)}}
+    request = build_request(model="m", messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert GenerationRequest.from_json(request.to_json()) == request
+
+
+def test_a_number_with_thousands_of_digits_is_refused_in_plain_words() -> None:
+    with pytest.raises(InvalidRequestError, match="max_tokens=<int>"):
+        build_sampling(max_tokens=10**5000)

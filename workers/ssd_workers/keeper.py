@@ -16,7 +16,7 @@ from ssd_integrations.backends.wire import (
     cancel_key,
     worker_key,
 )
-from ssd_workers.redis_connection import TRANSIENT_ERRORS
+from ssd_workers.redis_connection import REDIS_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Keeper:
                 pipe.delete(worker_key(record.worker_id))
                 pipe.srem(WORKERS_KEY, record.worker_id)
                 pipe.execute()
-        except TRANSIENT_ERRORS as error:
+        except REDIS_ERRORS as error:
             logger.warning("The worker's announcement expires by itself: %s", error)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Keeper:
         while not self._stopping:
             try:
                 self._tick()
-            except TRANSIENT_ERRORS as error:
+            except REDIS_ERRORS as error:
                 logger.warning("Leases and announcement wait for Redis: %s", error)
             self._wake.wait(_TICK_S)
             self._wake.clear()

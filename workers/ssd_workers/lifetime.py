@@ -13,13 +13,16 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(number: signal.Signals) -> None:
+def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Ask the kernel to send this process ``number`` when its parent's thread ends.
 
+    ``parent`` is the process that started this one; if that is already gone, so is this one.
     Only Linux can; elsewhere this does nothing and an orderly parent stops its children.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
 
 
 def child_setup(number: signal.Signals) -> Callable[[], None] | None:

@@ -6,13 +6,14 @@ The supervisor starts it, with the settings in the environment.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import warnings
 
 from ssd_integrations.errors import SSDError
 from ssd_workers.lifetime import die_with_parent
-from ssd_workers.settings import EXIT_BAD_SETTINGS
+from ssd_workers.settings import EXIT_BAD_SETTINGS, PARENT_VARIABLE
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 #: Seconds after which a thread must let another one run. The default of 5 ms is what a task,
@@ -22,7 +23,8 @@ _SWITCH_INTERVAL_S = 0.001
 
 def main() -> int:
     """Run the Celery worker until it is told to stop; its exit code."""
-    die_with_parent(signal.SIGTERM)
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    die_with_parent(signal.SIGTERM, int(parent) if parent.isdecimal() else None)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         from ssd_workers.celery_app import app, settings
@@ -32,6 +34,7 @@ def main() -> int:
     # Celery's remarks on running as root (containers do) and on its next major release.
     warnings.filterwarnings("ignore", category=UserWarning, module="celery.platforms")
     warnings.filterwarnings("ignore", category=PendingDeprecationWarning, module="celery")
+    logging.getLogger("celery.app.trace").addFilter(_tell_hand_back)
     app.conf.worker_log_format = _LOG_FORMAT
     app.conf.worker_task_log_format = _LOG_FORMAT
     worker = app.Worker(
@@ -43,6 +46,17 @@ def main() -> int:
     )
     worker.start()
     return int(worker.exitcode or 0)
+
+
+def _tell_hand_back(record: logging.LogRecord) -> bool:
+    """A request that goes back to the queue is part of a stop: one line, no traceback."""
+    from celery.exceptions import Reject
+
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, Reject) and error.requeue:
+        record.msg, record.args = "Request %s goes back to the queue.", (error.reason,)
+        record.exc_info = None
+    return True
 
 
 if __name__ == "__main__":

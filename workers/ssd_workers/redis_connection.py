@@ -16,6 +16,20 @@ TRANSIENT_ERRORS = (
     OSError,
 )
 
+#: The same, and whatever the server answers with an error: for what must go on regardless.
+REDIS_ERRORS = (*TRANSIENT_ERRORS, redis.ResponseError)
+
+#: How refusals of a write begin that end by themselves: the disk is full, replicas are missing,
+#: a script runs too long, a cluster moves.
+_PASSING_REFUSALS = ("MISCONF", "NOREPLICAS", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN")
+
+
+def is_transient(error: object) -> bool:
+    """Whether ``error`` (or any other reply) says that a write may succeed later."""
+    if isinstance(error, redis.ResponseError):
+        return isinstance(error, TRANSIENT_ERRORS) or str(error).startswith(_PASSING_REFUSALS)
+    return isinstance(error, TRANSIENT_ERRORS)
+
 
 def connect(url: str) -> redis.Redis:
     """A lazy, thread-safe client; a command gives up after a few quick retries."""

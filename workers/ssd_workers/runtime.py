@@ -27,7 +27,7 @@ from ssd_workers import claims
 from ssd_workers.cancellations import CancelListener
 from ssd_workers.engine.service import EngineService
 from ssd_workers.keeper import Keeper
-from ssd_workers.redis_connection import TRANSIENT_ERRORS, connect
+from ssd_workers.redis_connection import REDIS_ERRORS, connect
 from ssd_workers.run import Run
 from ssd_workers.settings import WorkerSettings
 from ssd_workers.streams import StreamPublisher, StreamWriter
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _CLAIM_RETRY_S = 10.0
 _SUCCESSOR_POLL_S = 1.0
+#: How long a worker that stops waits for an absent Redis to take what it has to say.
+_LAST_ENTRIES_S = 3.0
 #: Stream entries beyond one per token: taken, started, finished, and earlier attempts' ones.
 _SPARE_ENTRIES = 64
 
@@ -183,6 +185,7 @@ class WorkerRuntime:
                 active.run.stop("fenced")
 
         writer = self._writer(claim, on_fenced)
+        handed_back = False
         try:
             self._check(claim)
             request = self._parse(delivery)
@@ -204,9 +207,10 @@ class WorkerRuntime:
                 run.stop("hand_back")
             left_s = None if request.timeout_s is None else request.timeout_s - claim.age_s
             run.wait(None if left_s is None else max(0.0, left_s))
-            if run.handed_back:
-                self._release(delivery.request_id)
-                return False
+            handed_back = run.handed_back
+        if handed_back or writer.lost:
+            self._release(delivery.request_id)
+            return False
         active.handed_back = False
         return writer.fenced
 
@@ -223,7 +227,7 @@ class WorkerRuntime:
                     redelivered=delivery.redelivered,
                     max_attempts=self._settings.max_attempts,
                 )
-            except TRANSIENT_ERRORS as error:
+            except REDIS_ERRORS as error:
                 if self._stopping or time.monotonic() >= give_up_at:
                     raise HandBack(delivery.request_id) from error
                 time.sleep(0.2)
@@ -271,7 +275,7 @@ class WorkerRuntime:
     def _release(self, request_id: str) -> None:
         try:
             claims.release(self._client, request_id)
-        except TRANSIENT_ERRORS as error:
+        except REDIS_ERRORS as error:
             logger.warning("Attempt of %s counts as a crash: %s", request_id, error)
 
     def _outlive_successor(self, request_id: str) -> None:
@@ -282,7 +286,7 @@ class WorkerRuntime:
             try:
                 if claims.is_done(self._client, request_id):
                     return
-            except TRANSIENT_ERRORS as error:
+            except REDIS_ERRORS as error:
                 logger.warning("Waiting for the later attempt of %s: %s", request_id, error)
             time.sleep(_SUCCESSOR_POLL_S)
 
@@ -293,3 +297,4 @@ class WorkerRuntime:
             runs = [active.run for active in self._active.values() if active.run is not None]
         for run in runs:
             run.stop("hand_back")
+        self._publisher.give_up_after(_LAST_ENTRIES_S)

@@ -17,7 +17,7 @@ from ssd_integrations.backends.wire import (
     tls_options,
 )
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import describe_validation_error
+from ssd_integrations.validation import describe_validation_error
 from ssd_workers.engine.config import EngineConfig
 
 DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
@@ -25,6 +25,8 @@ DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
 #: The broker's URL travels by environment: it may hold a password, and `ps` shows arguments.
 BROKER_URL_VARIABLE = "SSD_BROKER_URL"
 SETTINGS_VARIABLE = "SSD_WORKER_SETTINGS"
+#: The supervisor's process id: its worker must not outlive it, not even by a race at its start.
+PARENT_VARIABLE = "SSD_WORKER_PARENT"
 
 #: Exit code of a worker whose model cannot be loaded; starting it again would not help.
 EXIT_LOAD_FAILED = 78
@@ -49,7 +51,7 @@ class WorkerSettings(BaseModel):
     goes back to the queue. ``max_attempts`` is how often a request may take its worker down.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     broker_url: str = Field(default=DEFAULT_BROKER_URL, repr=False)
     engine: EngineConfig

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -14,7 +16,7 @@ import redis
 from ssd_integrations.backends.wire import EVENT_FIELD, entry_id, parse_entry_id, stream_key
 from ssd_integrations.protocol import Event, is_terminal
 from ssd_workers.claims import FINISH_SCRIPT, finish_arguments
-from ssd_workers.redis_connection import TRANSIENT_ERRORS
+from ssd_workers.redis_connection import TRANSIENT_ERRORS, is_transient
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ class StreamWriter:
     """One attempt's end of a request's stream.
 
     ``settled`` is set once nothing more will be written: the last entry is in Redis, a later
-    attempt has taken over (``fenced``), or Redis refuses the entries for good.
+    attempt has taken over (``fenced``), Redis refuses the entries for good, or the worker stops
+    while Redis is away (``lost``).
     """
 
     request_id: str
@@ -36,6 +39,7 @@ class StreamWriter:
     on_fenced: Callable[[], None]
     settled: threading.Event = field(default_factory=threading.Event)
     fenced: bool = False
+    lost: bool = False
     last_sequence: int = 0
 
 
@@ -59,6 +63,7 @@ class StreamPublisher:
         self._client = client
         self._queue: SimpleQueue[tuple[StreamWriter, Event] | None] = SimpleQueue()
         self._stopping = threading.Event()
+        self._give_up_at = math.inf
         self._thread = threading.Thread(target=self._loop, name="ssd-streams", daemon=True)
 
     def start(self) -> None:
@@ -68,6 +73,10 @@ class StreamPublisher:
     def put(self, writer: StreamWriter, event: Event) -> None:
         """Queue ``event``; returns at once."""
         self._queue.put((writer, event))
+
+    def give_up_after(self, seconds: float) -> None:
+        """From then on, what an absent Redis does not take is lost instead of waited for."""
+        self._give_up_at = time.monotonic() + seconds
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued and stop; gives up on an absent Redis after ``timeout_s``."""
@@ -101,12 +110,15 @@ class StreamPublisher:
         while entries and not self._stopping.is_set():
             try:
                 replies = self._send(entries)
-                problem = next((r for r in replies if isinstance(r, TRANSIENT_ERRORS)), None)
+                problem = next((r for r in replies if is_transient(r)), None)
                 if problem is None:
                     self._settle(entries, replies)
                     return
             except TRANSIENT_ERRORS as error:
                 problem = error
+            if time.monotonic() >= self._give_up_at:
+                self._lose(entries)
+                return
             logger.warning("Streams wait for Redis: %s", problem)
             self._stopping.wait(_RETRY_S)
 
@@ -144,6 +156,12 @@ class StreamPublisher:
                     self._give_up(writer)
             if entry.last:
                 writer.settled.set()
+
+    def _lose(self, entries: list[_Entry]) -> None:
+        for writer in {id(entry.writer): entry.writer for entry in entries}.values():
+            logger.warning("The end of %s is lost, Redis is away.", writer.request_id)
+            writer.lost = True
+            self._give_up(writer)
 
     def _newest_attempt(self, request_id: str) -> int:
         newest: Any = self._client.xrevrange(stream_key(request_id), count=1)

@@ -14,10 +14,14 @@ from types import FrameType
 
 import redis
 
-from ssd_integrations.backends.wire import mask_url, worker_key
-from ssd_integrations.errors import BrokerUnavailableError
+from ssd_integrations.backends.wire import unreachable, worker_key
 from ssd_workers.lifetime import stop_process
-from ssd_workers.settings import EXIT_BAD_SETTINGS, EXIT_LOAD_FAILED, WorkerSettings
+from ssd_workers.settings import (
+    EXIT_BAD_SETTINGS,
+    EXIT_LOAD_FAILED,
+    PARENT_VARIABLE,
+    WorkerSettings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +85,11 @@ class Supervisor:
     def _run_once(self) -> int:
         process = self._process = subprocess.Popen(
             [sys.executable, "-m", "ssd_workers.process"],
-            env={**os.environ, **self._settings.to_environment()},
+            env={
+                **os.environ,
+                **self._settings.to_environment(),
+                PARENT_VARIABLE: str(os.getpid()),
+            },
             stdin=subprocess.DEVNULL,
             # Ctrl-C in a terminal reaches this process only, which then asks politely.
             start_new_session=True,
@@ -104,14 +112,11 @@ class Supervisor:
                 ready(process.pid)
 
     def _check_broker(self) -> None:
-        url = self._settings.broker_url
         try:
             with self._client() as client:
                 client.ping()
         except (redis.RedisError, OSError) as error:
-            raise BrokerUnavailableError(
-                f"The broker {mask_url(url)} cannot be reached: {mask_url(str(error))}."
-            ) from error
+            raise unreachable(self._settings.broker_url, error) from error
 
     def _client(self) -> redis.Redis:
         return redis.Redis.from_url(

@@ -9,11 +9,16 @@ any more to give the task's message back to.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from kombu.transport import TRANSPORT_ALIASES, redis
+from redis import ResponseError
 
 logger = logging.getLogger(__name__)
+
+#: Between two tries to take a message from a server that refuses.
+_REFUSED_PAUSE_S = 0.5
 
 #: What kombu raises on text that is not JSON, and on JSON that is not an envelope.
 _NOT_A_MESSAGE = (ValueError, KeyError, TypeError, AttributeError)
@@ -39,14 +44,23 @@ class QoS(redis.QoS):  # type: ignore[misc]
         except self._unreachable as error:
             logger.warning("A message is acknowledged when it comes back: %r", error)
 
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        try:
+            super().reject(delivery_tag, requeue)
+        except self._unreachable as error:
+            logger.warning("A message goes back by its timeout: %r", error)
+
     @property
     def _unreachable(self) -> tuple[type[BaseException], ...]:
         # AttributeError: the channel was closed and has forgotten its server's address.
-        return (AttributeError, *self.channel.connection_errors)
+        return (AttributeError, ResponseError, *self.channel.connection_errors)
 
 
 class Channel(redis.Channel):  # type: ignore[misc]
-    """Drops what cannot be read, with a line in the log; the queue goes on."""
+    """Drops what cannot be read, with a line in the log; the queue goes on.
+
+    A server that refuses to hand out messages (its disk is full, say) is asked again.
+    """
 
     QoS = QoS
 
@@ -56,6 +70,10 @@ class Channel(redis.Channel):  # type: ignore[misc]
         except _NOT_A_MESSAGE as error:
             # The content may be anybody's data: the log gets the kind of fault only.
             logger.error("A message that no Celery client wrote was dropped: %r", type(error))
+            return True
+        except ResponseError as error:
+            logger.warning("No requests are taken while Redis refuses: %s", error)
+            time.sleep(_REFUSED_PAUSE_S)
             return True
 
 

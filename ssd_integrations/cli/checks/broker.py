@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from ssd_integrations.backends.wire import mask_url
+from ssd_integrations.backends.wire import check_broker_url, mask_text, mask_url
 from ssd_integrations.cli.checks import Check
-from ssd_integrations.errors import SSDError
+from ssd_integrations.errors import InvalidRequestError, SSDError
 
 _TIMEOUT_S = 5.0
 
@@ -36,16 +36,19 @@ def _ping(broker_url: str) -> Check:
 
     shown = mask_url(broker_url)
     try:
+        check_broker_url(broker_url)
         with redis.Redis.from_url(
             broker_url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S
         ) as client:
             client.ping()
             info = client.info("server")
+    except InvalidRequestError as error:
+        return Check("broker", "fail", error.message, error.remedy)
     except (redis.RedisError, OSError, ValueError) as error:
         return Check(
             "broker",
             "fail",
-            f"{shown} does not answer: {error}",
+            f"{shown} does not answer: {mask_text(str(error))}",
             "Start it (`ssd up` runs an embedded one) or correct the URL.",
         )
     assert isinstance(info, dict)

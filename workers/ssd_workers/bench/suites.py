@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import describe_validation_error
+from ssd_integrations.validation import describe_validation_error
 from ssd_workers.bench.similar_reports import similar_reports
 
 SHIPPED = ("business", "general")

@@ -31,6 +31,14 @@ class ChatFormat:
         }
         longest_first = sorted(special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if special else None
+        # Made now: to encode like this switches the tokenizer over, for every thread that uses it.
+        self._literal_ids = {
+            token: list(
+                tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            )
+            for token in longest_first
+        }
+        tokenizer("", add_special_tokens=False)  # ... and this back, before there are threads
 
     @property
     def has_template(self) -> bool:
@@ -79,10 +87,7 @@ class ChatFormat:
         ids: list[int] = []
         for index, piece in enumerate(re.split(f"\ue000{nonce}:(\\d+)\ue001", text)):
             if index % 2:
-                literal = literals[int(piece)]
-                ids += self._tokenizer(
-                    literal, add_special_tokens=False, split_special_tokens=True
-                )["input_ids"]
+                ids += self._literal_ids[literals[int(piece)]]
             elif piece:
                 ids += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
         return ids

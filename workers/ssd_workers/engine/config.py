@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol import describe_validation_error
+from ssd_integrations.validation import describe_validation_error
 
 DType = Literal["auto", "int8", "float32", "bfloat16", "float16"]
 AttnImplementation = Literal["packed", "sdpa"]

@@ -22,12 +22,14 @@ from transformers.pytorch_utils import Conv1D
 from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.int8 import Int8Fused, Int8Linear, PackedWeight, quantize_weight
 from ssd_workers.engine.quiet import no_foreign_bars
+from ssd_workers.engine.row_exact import make_activations_exact
 from ssd_workers.models.cache import (
     build_folder,
     disk_errors,
     entry_lock,
     int8_dir,
     publish,
+    remove_tree,
     require_space,
 )
 from ssd_workers.models.store import ModelSource
@@ -62,7 +64,21 @@ def ensure_int8(source: ModelSource, progress: Progress) -> Path:
                 ):
                     _quantize_to(scratch, source, progress)
                     publish(scratch, folder)
+                    _remove_superseded(folder, source)
     return folder
+
+
+def _remove_superseded(current: Path, source: ModelSource) -> None:
+    """Remove what earlier contents of the same folder left, and what came from a lost folder.
+
+    A process that still maps such a file keeps it; the system frees it when the process ends.
+    """
+    for other in current.parent.iterdir():
+        origin = _origin(other)
+        if other == current or origin is None:
+            continue
+        if origin == source.path or not Path(origin).exists():
+            remove_tree(other)
 
 
 def load_int8(model_path: str, folder: Path, attention: str, progress: Progress) -> PreTrainedModel:
@@ -86,15 +102,27 @@ def load_int8(model_path: str, folder: Path, attention: str, progress: Progress)
             f"missing {missing[:3]}, unexpected {unexpected[:3]}.",
             remedy="Remove the model with `ssd models rm`, or use --dtype float32.",
         )
+    make_activations_exact(model)
     model.eval()
     return model
 
 
 def _is_complete(folder: Path) -> bool:
+    return _record(folder).get("format") == FORMAT
+
+
+def _origin(folder: Path) -> str | None:
+    """The model folder that the int8 weights in ``folder`` were made from."""
+    path = _record(folder).get("path")
+    return path if isinstance(path, str) else None
+
+
+def _record(folder: Path) -> dict[str, Any]:
     try:
-        return bool(json.loads((folder / _DONE).read_text())["format"] == FORMAT)
-    except (OSError, ValueError, KeyError):
-        return False
+        record = json.loads((folder / _DONE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _quantize_to(folder: Path, source: ModelSource, progress: Progress) -> None:
@@ -116,7 +144,9 @@ def _quantize_to(folder: Path, source: ModelSource, progress: Progress) -> None:
     _refuse_large_float_weights(model, rest, source.name)
     save_file(int8, folder / _INT8)
     save_file(rest, folder / _REST)
-    (folder / _DONE).write_text(json.dumps({"format": FORMAT, "model": source.name}))
+    (folder / _DONE).write_text(
+        json.dumps({"format": FORMAT, "model": source.name, "path": source.path})
+    )
 
 
 def _refuse_large_float_weights(

@@ -73,7 +73,7 @@ class Scheduler:
                         sequence,
                         DeadlineExceededError(
                             f"The request was not finished after timeout_s={limit:g} s "
-                            f"({done} tokens were generated)."
+                            f"(tokens generated: {done})."
                         ),
                     )
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -65,10 +66,11 @@ def find_model(name: str) -> StoredModel:
     for model in models:
         if model.name in wanted or model.source in wanted:
             return model
-    names = ", ".join(model.name for model in models) or "it is empty"
+    names = ", ".join(model.name for model in models)
+    content = f"it holds {names}" if names else "it is empty"
     raise ModelNotFoundError(
-        f"There is no model {name!r} in the cache {cache_dir()} ({names}).",
-        remedy="Run: ssd models list",
+        f"There is no model {name!r} in the cache {cache_dir()}; {content}.",
+        remedy=f"See `ssd models list`, or fetch it: ssd models pull {shlex.quote(name)}",
     )
 
 

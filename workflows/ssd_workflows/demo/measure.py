@@ -13,7 +13,7 @@ from ssd_workers.bench.measure import Results, run
 from ssd_workers.bench.suites import Item, Turn
 from ssd_workers.bench.transformers_decoder import TransformersDecoder, TransformersModel
 from ssd_workflows.demo.compare import require_same_text
-from ssd_workflows.demo.screen import Screen
+from ssd_workflows.demo.screen import Screen, counted
 from ssd_workflows.demo.steps import section_messages, section_names
 
 TRANSFORMERS = "transformers, float32"
@@ -75,8 +75,9 @@ def measure(screen: Screen, model: str, *, rounds: int, quick: bool) -> Measured
         results=results,
         tokens_compared=require_same_text(results, AUTOREGRESSIVE, SPECULATIVE),
         description=(
-            f"{len(items)} prompts, {rounds} round(s), at most {items[0].max_tokens} tokens each, "
-            f"greedy; ours in {info.dtype} on {info.device}, {torch.get_num_threads()} threads."
+            f"{counted(len(items), 'prompt')}, {counted(rounds, 'round')}, "
+            f"at most {items[0].max_tokens} tokens each, greedy; ours in {info.dtype} on "
+            f"{info.device}, {counted(torch.get_num_threads(), 'thread')}."
         ),
         skipped=skipped,
     )

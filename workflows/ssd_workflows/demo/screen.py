@@ -14,6 +14,11 @@ from ssd_integrations.cli.render import clean_for_terminal
 from ssd_workflows.demo.compare import Row
 
 
+def counted(number: int, noun: str) -> str:
+    """``number`` with its noun: 1 word, 2 words."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class Screen:
     """Headings, streamed text, bars and the table, on one stream."""
 
