@@ -106,7 +106,7 @@ class CeleryBackend:
             yield from self._source.read(cursor, watch, request.model)
         finally:
             self._forget_running(request.request_id)
-            if not cursor.finished:
+            if not (cursor.finished or watch.gave_up):
                 self._cancel_quietly(request.request_id)
 
     async def agenerate(self, request: GenerationRequest) -> AsyncIterator[Event]:
@@ -123,7 +123,7 @@ class CeleryBackend:
                 yield event
         finally:
             self._forget_running(request.request_id)
-            if not cursor.finished:
+            if not (cursor.finished or watch.gave_up):
                 await self._acancel_quietly(request.request_id)
 
     # Jobs that outlive their submitter ----------------------------------------------------

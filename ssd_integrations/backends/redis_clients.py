@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import redis
 import redis.asyncio
@@ -25,14 +24,14 @@ T = TypeVar("T")
 TRANSIENT_ERRORS = (redis.ConnectionError, redis.TimeoutError)
 
 #: Longest wait for one answer; above the longest XREAD BLOCK, or that call would time out.
-_SOCKET_TIMEOUT_S = 10.0
+_SOCKET_TIMEOUT_S = 5.0
 
 
 class RedisClients:
     """Hands out Redis clients of one server; nothing connects before it is used.
 
     The thread pool of redis-py notices a fork by itself. Connections of an event loop
-    belong to that loop, so each loop gets its own client.
+    belong to that loop, so each loop gets its own client, which closes at the loop's end.
 
     Parameters:
       url: ``redis://`` or ``rediss://``.
@@ -44,9 +43,7 @@ class RedisClients:
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._sync: redis.Redis | None = None
-        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, redis.asyncio.Redis] = (
-            WeakKeyDictionary()
-        )
+        self._by_loop: dict[asyncio.AbstractEventLoop, _LoopClient] = {}
 
     @property
     def masked_url(self) -> str:
@@ -71,8 +68,10 @@ class RedisClients:
         """The client of the event loop that runs now."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            client = self._by_loop.get(loop)
-            if client is None:
+            # Loops that were closed without a shutdown: what they left is the collector's.
+            for other in [other for other in self._by_loop if other.is_closed()]:
+                del self._by_loop[other]
+            if loop not in self._by_loop:
                 client = redis.asyncio.Redis.from_url(
                     self._url,
                     protocol=2,
@@ -82,8 +81,8 @@ class RedisClients:
                     socket_connect_timeout=self._connect_timeout_s,
                     retry=AsyncRetry(NoBackoff(), 1),
                 )
-                self._by_loop[loop] = client
-            return client
+                self._by_loop[loop] = _LoopClient(client)
+            return self._by_loop[loop].client
 
     async def call(self, command: Awaitable[T]) -> T:
         """Await a command of :meth:`of_running_loop`'s client, for a bounded time.
@@ -141,7 +140,31 @@ class RedisClients:
     async def aclose(self) -> None:
         """Close the client of the running event loop and the thread pool."""
         with self._lock:
-            client = self._by_loop.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.aclose()
+            found = self._by_loop.pop(asyncio.get_running_loop(), None)
+        if found is not None:
+            await found.aclose()
         self.close()
+
+
+class _LoopClient:
+    """The client of the running event loop, closed by :meth:`aclose` or at the loop's end.
+
+    An orderly loop (``asyncio.run`` and every server) finishes the asynchronous generators that
+    were started in it before it ends: one of them closes the client.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self.client = client
+        self._guard = self._close_at_the_end()
+        with contextlib.suppress(StopIteration):
+            self._guard.asend(None).send(None)  # to its yield, which awaits nothing
+
+    async def aclose(self) -> None:
+        """Close the client's connections."""
+        await self._guard.aclose()
+
+    async def _close_at_the_end(self) -> AsyncGenerator[None]:
+        try:
+            yield
+        finally:
+            await self.client.aclose()

@@ -131,9 +131,10 @@ class StreamWatch:
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else now + timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
-        self._lost_at: float | None = None
+        self._answered_at = now
         self._abandoned_at: float | None = None
         self._heard_at = now
+        self.gave_up = False
 
     def block_s(self, cursor: StreamCursor) -> float:
         """How long the next read may block."""
@@ -146,17 +147,18 @@ class StreamWatch:
 
     def heard(self, anything: bool) -> None:
         """The broker answered; ``anything`` tells whether there were entries."""
-        self._lost_at = None
+        self._answered_at = time.monotonic()
         if anything:
-            self._heard_at = time.monotonic()
+            self._heard_at = self._answered_at
             self._abandoned_at = None
 
     def lost(self) -> float | None:
         """The broker did not answer: seconds to sleep before the next try, None to give up."""
         now = time.monotonic()
-        self._lost_at = self._lost_at or now
         past_deadline = self._deadline is not None and now >= self._deadline
-        if past_deadline or now - self._lost_at >= self._reconnect_timeout_s:
+        # Counted from its last answer: one that is frozen takes long to be found silent.
+        if past_deadline or now - self._answered_at >= self._reconnect_timeout_s:
+            self.gave_up = True
             return None
         return 0.1
 

@@ -105,7 +105,11 @@ def up(
             settings = settings.model_copy(update={"broker_url": broker.url})
             url = broker.url
             print(f"The broker runs at {url}. Loading {model} ...", file=sys.stderr, flush=True)
-            supervisor = Supervisor(settings, lambda pid: _show_ready(url, model, pid, as_json))
+            supervisor = Supervisor(
+                settings,
+                on_ready=lambda pid: _show_ready(url, model, pid, as_json),
+                on_poll=broker.revive,
+            )
             code = supervisor.run()
         if code and as_json:
             error = EngineError(f"The worker ended with exit code {code}.", remedy=_SEE_STDERR)

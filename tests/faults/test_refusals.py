@@ -1,7 +1,9 @@
-"""A broker that answers with errors: full disk, missing replicas, forbidden commands."""
+"""A broker that answers with errors (full disk, missing replicas), or not at all."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -37,3 +39,25 @@ def test_writes_refused_for_a_while_are_written_later(
     with client(broker.url) as redis:
         redis.delete(*redis.keys("ssd:worker:*"))
     wait_until(lambda: backend.workers(), 10, "the worker announces itself again")
+
+
+@pytest.mark.slow
+def test_a_frozen_broker_is_given_up_in_time(
+    broker: EmbeddedValkey, start_worker: StartWorker, long_model: Path
+) -> None:
+    start_worker()
+    assert broker.pid is not None
+    backend = CeleryBackend(broker.url, reconnect_timeout_s=4.0)
+    events = backend.generate(request(long_model, 2000))
+    for _ in range(5):
+        next(events)
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        with pytest.raises(BrokerUnavailableError, match="cannot be reached"):
+            list(events)
+        # Two tries of five seconds, and none of a cancellation that cannot arrive.
+        assert time.monotonic() - started < 15
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    backend.close()

@@ -387,3 +387,26 @@ def test_a_cancelled_queue_entry_is_reported(
     start_worker()  # type: ignore[operator]
     with pytest.raises(RequestCancelledError, match="in the queue"):
         backend.result(job, timeout=10)
+
+
+def test_event_loops_leave_no_connections(
+    shared_broker: EmbeddedValkey, shared_backend: CeleryBackend, long_model: Path
+) -> None:
+    async def answer() -> None:
+        async for _ in shared_backend.agenerate(request(long_model, 2)):
+            pass
+
+    def connections() -> int:
+        with client(shared_broker.url) as redis:
+            return len(redis.client_list())
+
+    asyncio.run(answer())
+    before = connections()
+    for _ in range(5):
+        asyncio.run(answer())
+    assert connections() <= before
+    left = asyncio.new_event_loop()  # one that is closed without a shutdown
+    left.run_until_complete(answer())
+    left.close()
+    asyncio.run(answer())
+    assert left not in shared_backend._clients._by_loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import signal
 import socket
@@ -26,6 +27,8 @@ from ssd_integrations.backends.wire import model_slug
 from ssd_integrations.errors import BrokerUnavailableError
 from ssd_workers.lifetime import child_setup, stop_process
 from ssd_workers.models.cache import cache_dir, require_space
+
+logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _USUAL_PORT = 6379
@@ -80,25 +83,24 @@ class EmbeddedValkey:
         folder = self._data_dir
         if folder is None:
             folder = self._temporary = Path(tempfile.mkdtemp(prefix="ssd-valkey-"))
-        log = folder / "valkey.log"
         try:
             self._lock = _prepare_folder(folder)
-            self._process = subprocess.Popen(
-                self._command(folder, log),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                # Ctrl-C in a terminal is for the process that started this one: it stops the
-                # server last.
-                start_new_session=True,
-                # Requests hold prompts: other users of the machine do not read them.
-                umask=0o077,
-                preexec_fn=child_setup(signal.SIGTERM),
-            )
-            self._wait_until_ready(self._process, log)
+            self._launch(folder)
         except BaseException:
             self.stop()
             raise
+
+    def revive(self) -> None:
+        """Start the server again, on its port and with its data, if it has died.
+
+        Raises:
+          BrokerUnavailableError: it does not come up.
+        """
+        process, folder = self._process, self._data_dir or self._temporary
+        if process is None or folder is None or process.poll() is None:
+            return
+        logger.warning("The embedded Valkey ended with %d and is started again.", process.poll())
+        self._launch(folder)
 
     def stop(self) -> None:
         """Stop the server; it writes its file first."""
@@ -122,6 +124,22 @@ class EmbeddedValkey:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+    def _launch(self, folder: Path) -> None:
+        log = folder / "valkey.log"
+        self._process = subprocess.Popen(
+            self._command(folder, log),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # Ctrl-C in a terminal is for the process that started this one: it stops the
+            # server last.
+            start_new_session=True,
+            # Requests hold prompts: other users of the machine do not read them.
+            umask=0o077,
+            preexec_fn=child_setup(signal.SIGTERM),
+        )
+        self._wait_until_ready(self._process, log)
 
     def _command(self, folder: Path, log: Path) -> list[str]:
         try:

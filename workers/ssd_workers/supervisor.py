@@ -44,13 +44,18 @@ class Supervisor:
     Parameters:
       settings: passed to the process through its environment, never as arguments.
       on_ready: called once, with the process id, when the first process takes requests.
+      on_poll: called several times a second; what it raises stops the worker.
     """
 
     def __init__(
-        self, settings: WorkerSettings, on_ready: Callable[[int], None] | None = None
+        self,
+        settings: WorkerSettings,
+        on_ready: Callable[[int], None] | None = None,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._on_ready = on_ready
+        self._on_poll = on_poll
         self._stopping = False
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -96,6 +101,7 @@ class Supervisor:
         )
         try:
             while process.poll() is None and not self._stopping:
+                self._on_poll()
                 self._report_ready(process)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
@@ -126,6 +132,7 @@ class Supervisor:
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while not self._stopping and time.monotonic() < end:
+            self._on_poll()
             time.sleep(_POLL_S)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
