@@ -21,6 +21,7 @@ from ssd_workers.engine.attention import ATTENTION_NAME, Grouping
 from ssd_workers.engine.config import AttnImplementation, EngineConfig, build_engine_config
 from ssd_workers.engine.loading import LoadedModel, load_engine_models, load_model
 from ssd_workers.engine.runner import ModelRunner, RowBlock
+from ssd_workers.engine.step_cost import StepCost
 from ssd_workers.models.store import resolve_model
 from ssd_workers.progress import no_progress
 from tests.engine_support import (
@@ -103,6 +104,25 @@ def test_a_forward_stays_on_its_device_and_waits_for_nothing(
         logits = runner.forward(blocks)
         assert logits.shape == (sum(sizes), VOCAB_SIZE)
         assert logits.device == device
+
+
+def test_a_step_is_timed_after_the_device_is_done(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the clock would see how long launching takes, and drafts would be budgeted by that."""
+    model = load_tiny(tiny_model)
+    calls: list[str] = []
+    observe = StepCost.observe
+
+    def observing(self: StepCost, rows: int, seconds: float) -> None:
+        calls.append("observe")
+        observe(self, rows, seconds)
+
+    monkeypatch.setattr(model.runner, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(StepCost, "observe", observing)
+    run_batch(model, [Job([5, 6, 7], 4)])
+    assert calls == ["synchronize", "observe"] * (len(calls) // 2)
+    assert calls
 
 
 def test_meta_device_catches_a_wait() -> None:
