@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+import time
 import uuid
 from collections.abc import AsyncGenerator, Generator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import aclosing, closing
 
 from ssd_integrations.backends.base import Backend
@@ -101,39 +102,48 @@ def read_all(backend: Backend, requests: Sequence[GenerationRequest]) -> list[li
     if len(requests) == 1:
         return [list(read(backend, requests[0]))]
     leaving = threading.Event()
+    live: set[str] = set()
 
     def collect(request: GenerationRequest) -> list[Event]:
         events: list[Event] = []
-        with closing(read(backend, request)) as stream:
-            for event in stream:
-                events.append(event)
-                if leaving.is_set():
-                    break
+        live.add(request.request_id)
+        try:
+            # Noted first, then looked: whoever leaves sees this request, or is seen here.
+            if leaving.is_set():
+                return events
+            with closing(read(backend, request)) as stream:
+                for event in stream:
+                    events.append(event)
+                    if leaving.is_set():
+                        break
+        finally:
+            live.discard(request.request_id)
         return events
 
     with ThreadPoolExecutor(len(requests), thread_name_prefix="ssd-choice") as pool:
-        running = {pool.submit(collect, request): request for request in requests}
+        # An interrupt may come at any point, also while the threads are being started.
         try:
-            done, _ = wait(running, return_when=FIRST_EXCEPTION)
+            futures = [pool.submit(collect, request) for request in requests]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
         finally:
             leaving.set()
-            _cancel(backend, running)
-    return [future.result() for future in running]
+            pool.shutdown(wait=False, cancel_futures=True)
+            _cancel(backend, live)
+    return [future.result() for future in futures]
 
 
-def _cancel(backend: Backend, running: dict[Future[list[Event]], GenerationRequest]) -> None:
+def _cancel(backend: Backend, live: set[str]) -> None:
     """Cancel what still runs and wait until its threads have seen it."""
-    pending = {future for future in running if not future.done()}
-    while pending:
+    while live:
         # Again and again: a request that is on its way is not known to the backend yet.
-        for future in pending:
+        for request_id in list(live):
             try:
-                backend.cancel(running[future].request_id)
+                backend.cancel(request_id)
             except BrokerUnavailableError:
                 break  # The threads lose the broker too, and end by themselves.
-        _, pending = wait(pending, timeout=_CANCEL_AGAIN_S)
+        time.sleep(_CANCEL_AGAIN_S)
 
 
 async def aread_all(backend: Backend, requests: Sequence[GenerationRequest]) -> list[list[Event]]:

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +24,19 @@ from ssd_integrations.errors import (
 from ssd_integrations.protocol import Event, FinishedEvent, GenerationRequest
 from ssd_workers.embedded import EmbeddedValkey
 from tests.conftest import SSD, ssd_environment
+from tests.tiny import make_tiny_model
 
 QUESTION = "How do I restart the router?"
 MESSAGES = [ChatMessage(role="user", content=QUESTION)]
 # A second or more of decoding, so that whoever leaves does so before the end. No drafts: one
 # that has learnt the answer from an earlier call would be done in no time.
-LONG: dict[str, Any] = {"max_tokens": 450, "temperature": 1.0, "seed": 1, "speculation": "off"}
+LONG: dict[str, Any] = {"max_tokens": 3900, "temperature": 1.0, "seed": 1, "speculation": "off"}
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Path) -> str:
-    return str(tiny_model)
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "long"
+    return str(make_tiny_model(path, max_position_embeddings=4096))
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +172,10 @@ async def test_leaving_cancels_on_the_worker(model: str, broker_url: str) -> Non
 async def test_errors_of_the_worker_are_typed(model: str, broker_url: str) -> None:
     chat = ChatSSD(model=model, broker_url=broker_url)
     with pytest.raises(ContextLengthError) as caught:
-        chat.invoke("router " * 2000)
+        chat.invoke("router " * 9000)
     assert isinstance(caught.value, langchain_errors.ContextOverflowError)
     with pytest.raises(ContextLengthError):
-        await SSDLLM(model=model, broker_url=broker_url).acomplete("router " * 2000)
+        await SSDLLM(model=model, broker_url=broker_url).acomplete("router " * 9000)
 
 
 def test_no_worker_for_the_model(broker_url: str) -> None:

@@ -20,16 +20,18 @@ from ssd_integrations import SSDLLM, ChatSSD
 from ssd_integrations.backends.local import LocalBackend
 from ssd_integrations.errors import ContextLengthError, ModelNotFoundError
 from ssd_integrations.protocol import Event, GenerationRequest, is_terminal
+from tests.tiny import make_tiny_model
 
 QUESTION = "How do I restart the router?"
 # A second or more of decoding, so that whoever leaves does so before the end. No drafts: one
 # that has learnt the answer from an earlier call would be done in no time.
-LONG: dict[str, Any] = {"max_tokens": 450, "temperature": 1.0, "seed": 1, "speculation": "off"}
+LONG: dict[str, Any] = {"max_tokens": 3900, "temperature": 1.0, "seed": 1, "speculation": "off"}
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Path) -> str:
-    return str(tiny_model)
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "long"
+    return str(make_tiny_model(path, max_position_embeddings=4096))
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +306,7 @@ async def test_cancelling_a_task_frees_the_engine(model: str, adapter: str, n: i
 
 def test_a_prompt_that_does_not_fit(make_chat: Callable[..., ChatSSD]) -> None:
     with pytest.raises(ContextLengthError) as caught:
-        make_chat().invoke("router " * 2000)
+        make_chat().invoke("router " * 9000)
     assert isinstance(caught.value, langchain_errors.ContextOverflowError)
 
 

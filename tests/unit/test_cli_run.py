@@ -175,7 +175,11 @@ def test_an_error_stands_on_a_line_of_its_own(pieces: tuple[str, ...], shown: st
     backend = ScriptedBackend(pieces, error=DeadlineExceededError("Too late."))
     written: list[str] = []
     with pytest.raises(DeadlineExceededError):
-        stream(backend, build_request(model="scripted", prompt="hi"), written.append)
+        stream(
+            backend,
+            build_request(model="scripted", prompt="hi"),
+            lambda delta: written.append(delta.text),
+        )
     assert "".join(written) == shown
 
 
