@@ -161,6 +161,9 @@ class Load:
         plain = request.model_copy(
             update={
                 "request_id": f"plain-{self.report.texts_compared}",
+                # Some kept a short deadline; without drafts it may be too short.
+                "timeout_s": None,
+                "queue_timeout_s": STUCK_S,
                 "speculation": request.speculation.model_copy(update={"mode": "off"}),
             }
         )
