@@ -7,6 +7,7 @@ that the same parameters mean the same request in both.
 from __future__ import annotations
 
 import difflib
+import json
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -100,7 +101,12 @@ class AdapterParameters(AdapterFields):
     def _engine_options(self) -> dict[str, Any]:
         """The engine options that were given; the engine knows the defaults of the others."""
         values = {name: getattr(self, name) for name in ENGINE_OPTIONS}
-        return {name: value for name, value in values.items() if value is not None}
+        return {
+            # As JSON text, which the engine takes too and which can be part of a key.
+            name: json.dumps(value, sort_keys=True) if isinstance(value, dict) else value
+            for name, value in values.items()
+            if value is not None
+        }
 
     def _build_request(self, overrides: Mapping[str, Any], **content: Any) -> GenerationRequest:
         """The request for one call: constructor values, overridden by the call's own.

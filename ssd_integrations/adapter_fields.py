@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from ssd_integrations.backends.base import Backend
@@ -39,6 +41,9 @@ ENGINE_OPTIONS = (
     "draft_model",
     "dtype",
     "device",
+    "device_map",
+    "quantization",
+    "attn_implementation",
     "max_num_seqs",
     "max_model_len",
     "num_threads",
@@ -140,6 +145,15 @@ class AdapterFields(BaseModel):
         default=None, description="auto, int8, float32, bfloat16 or float16 (in process only)."
     )
     device: str | None = Field(default=None, description="auto, cpu, cuda... (in process only).")
+    device_map: dict[str, int | str] | str | None = Field(
+        default=None, description="auto, or module names to devices (in process only)."
+    )
+    quantization: dict[str, Any] | str | None = Field(
+        default=None, description="transformers' quantization_config (in process only)."
+    )
+    attn_implementation: str | None = Field(
+        default=None, description="packed or sdpa (in process only)."
+    )
     max_num_seqs: int | None = Field(
         default=None, description="Requests decoded together (in process only)."
     )

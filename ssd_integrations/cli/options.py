@@ -90,6 +90,33 @@ AcceptanceRule = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|JSON",
+        help="Spread the model over devices: auto, or a JSON object of module names to devices.",
+        show_default="all on --device",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="transformers' quantization_config as a JSON object.",
+        show_default="none",
+        rich_help_panel=_ENGINE,
+    ),
+]
+AttnImplementation = Annotated[
+    str | None,
+    typer.Option(
+        metavar="packed|sdpa",
+        help="Attention by this engine's own products or by torch's fused ones.",
+        show_default="packed",
+        rich_help_panel=_ENGINE,
+    ),
+]
 SuffixStore = Annotated[
     str | None,
     typer.Option(

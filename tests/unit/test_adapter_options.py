@@ -212,3 +212,21 @@ async def test_a_failure_of_one_is_a_failure_of_all() -> None:
         chat.invoke("Hi")
     with pytest.raises(langchain_errors.ModelRateLimitError):
         await chat.ainvoke("Hi")
+
+
+def test_device_options_are_checked_and_shared_by_their_content() -> None:
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    one = ChatSSD(quantization=quantization, dtype="bfloat16", attn_implementation="sdpa")
+    other = ChatSSD(
+        quantization=dict(reversed(quantization.items())),
+        dtype="bfloat16",
+        attn_implementation="sdpa",
+    )
+    assert one._backend_options() == other._backend_options()
+    assert isinstance(hash(one._backend_options()), int)
+    with pytest.raises(InvalidRequestError, match="attn_implementation"):
+        ChatSSD(attn_implementation="magic")
+    with pytest.raises(InvalidRequestError, match="int8"):
+        SSDLLM(dtype="int8", device_map="auto")
+    with pytest.raises(InvalidRequestError, match="device_map cannot be set here"):
+        ChatSSD(broker_url="redis://localhost:6379/0", device_map="auto")
