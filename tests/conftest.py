@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# A shell that starts the tests in the background has them, and every process they start, ignore
+# Ctrl-C; tests that send it would then wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SSD = [sys.executable, "-c", "from ssd_integrations.cli import main; main()"]
 RunSSD = Callable[..., "subprocess.CompletedProcess[str]"]
