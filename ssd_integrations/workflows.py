@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "ssd_integrations.workflows"
 RESERVED_NAMES = frozenset(
-    {"generate", "chat", "models", "worker", "up", "doctor", "workflows", "help"}
+    {"generate", "chat", "bench", "models", "worker", "up", "doctor", "workflows", "help"}
 )
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
