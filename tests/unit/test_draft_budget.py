@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_workers.engine.draft_budget import AcceptanceRate, Candidate, allocate
+from ssd_workers.engine.drafters.ngram import NgramDrafter
 from ssd_workers.engine.step_cost import StepCost
+from tests.engine_support import Job, load_tiny, run_batch
+from tests.tiny import make_tiny_model
 
 
 def rate_of(
@@ -92,3 +96,15 @@ def test_step_cost_survives_a_stall_and_equal_rows() -> None:
         cost.observe(4, 0.09)
     cost.observe(4, 60.0)
     assert 0 < cost.per_row < cost.base + cost.per_row * 4 < 0.2
+
+
+def test_the_rows_of_a_prompt_do_not_count_as_the_cost_of_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(StepCost, "observe", lambda self, rows, seconds: seen.append(rows))
+    target = load_tiny(make_tiny_model(tmp_path))
+    run_batch(target, [Job([5, 6, 7] * 30, 10), Job([8, 9] * 20, 10)], NgramDrafter())
+    assert seen
+    # Two sequences, each with its last token and at most five drafted ones.
+    assert max(seen) <= 2 * (1 + 5)

@@ -58,9 +58,11 @@ class Engine:
         rows = self._collect_rows()
         if not rows:
             return
+        # Asked before the forward, which completes prompts: their rows say nothing about drafts.
+        decoding = not any(r.sequence.in_prefill for r in rows)
         started = time.perf_counter()
         logits = self._target.runner.forward([r.block for r in rows])
-        if not any(r.sequence.in_prefill for r in rows):
+        if decoding:
             # Launching is not running; verification would wait here in any case.
             self._target.runner.synchronize()
             self._cost.observe(sum(len(r.block.token_ids) for r in rows), _elapsed(started))
