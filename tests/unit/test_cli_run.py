@@ -141,7 +141,8 @@ def test_chat_from_a_pipe(run_ssd: RunSSD, tiny_model: Path) -> None:
     options = ["--max-tokens", "8", "--ignore-eos", "--repetition-penalty", "1.1"]
     result = run_ssd("chat", "--model", str(tiny_model), *options, stdin=lines)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("8 tokens") == 2
+    # With what follows it: "8 tokens" alone also stands in "251.8 tokens/s".
+    assert result.stderr.count("8 tokens ·") == 2
     assert "System message set." in result.stderr
     assert "starts afresh" in result.stderr
     assert "Traceback" not in result.stderr
