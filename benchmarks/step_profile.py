@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from ssd_integrations.protocol import SamplingParams
-from ssd_workers.engine.int8 import Int8Linear, PackedWeight
+from ssd_workers.engine.int8 import Int8Linear, Int8Slice, PackedWeight
 from ssd_workers.engine.loading import LoadedModel, load_model
 from ssd_workers.engine.runner import RowBlock
 from ssd_workers.engine.sampling import choose_tokens
@@ -32,7 +32,7 @@ def packed_weights(model: LoadedModel) -> list[PackedWeight]:
     """Every int8 weight of the model once, in the order of the forward."""
     found: dict[int, PackedWeight] = {}
     for module in model.runner.model.modules():
-        linear = getattr(getattr(module, "_fused", None), "_linear", module)
+        linear = module.fused.linear if isinstance(module, Int8Slice) else module
         if isinstance(linear, Int8Linear):
             found.setdefault(id(linear.weight_packed), linear.weight_packed)
     return list(found.values())

@@ -50,7 +50,7 @@ def test_product_equals_integer_arithmetic() -> None:
     got = PackedWeight(quantised, scale).product(rows)
     exact = ((rows.long() - 128) @ quantised.long().T).double() * scale.double()
     torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=0)
-    assert row_scale.shape == (9, 1)
+    assert row_scale.shape == (9,)
 
 
 def test_linear_is_close_to_float_and_handles_zero_rows() -> None:

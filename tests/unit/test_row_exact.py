@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from ssd_workers.engine.fused_layers import FusedFeedForward
 from ssd_workers.engine.int8 import cpu_is_exact
 from ssd_workers.engine.loading import load_model
 from ssd_workers.engine.row_exact import RowExactActivation
@@ -43,18 +44,19 @@ def test_activations_are_row_exact(threads: int, name: str, width: int) -> None:
 
 @pytest.mark.skipif(not cpu_is_exact(), reason="this processor has no exact int8 products")
 @pytest.mark.parametrize(
-    ("arch", "options"),
+    ("arch", "fused", "options"),
     [
-        ("llama", {"hidden_act": "gelu", "intermediate_size": 128}),
-        ("llama", {"hidden_act": "silu", "intermediate_size": 1100}),
-        ("gemma3", {"intermediate_size": 77}),
-        ("qwen3", {"hidden_act": "sigmoid", "intermediate_size": 4864, "hidden_size": 60}),
-        ("gpt2", {"activation_function": "gelu", "n_inner": 4870}),
+        ("llama", False, {"hidden_act": "gelu", "intermediate_size": 128}),
+        ("llama", True, {"hidden_act": "silu", "intermediate_size": 1100}),
+        ("gemma3", True, {"intermediate_size": 77}),
+        ("qwen3", False, {"hidden_act": "sigmoid", "intermediate_size": 4864, "hidden_size": 60}),
+        ("gpt2", False, {"activation_function": "gelu", "n_inner": 4870}),
     ],
 )
 def test_logits_are_row_exact(
     threads: int,
     arch: str,
+    fused: bool,
     options: dict[str, object],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -62,7 +64,8 @@ def test_logits_are_row_exact(
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
     path = make_tiny_model(tmp_path / "model", arch, **options)
     runner = load_model(resolve_model(str(path)), "int8", "cpu", no_progress).runner
-    assert any(isinstance(module, RowExactActivation) for module in runner.model.modules())
+    kind = FusedFeedForward if fused else RowExactActivation
+    assert any(isinstance(module, kind) for module in runner.model.modules())
     ids = torch.randint(3, VOCAB_SIZE, (70,)).tolist()
     cache = runner.new_cache()
     alone = torch.cat([runner.forward([RowBlock(cache, [token], 1)]) for token in ids])

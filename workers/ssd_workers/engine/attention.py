@@ -18,7 +18,7 @@ count more there. See :mod:`ssd_workers.engine.attention_kernels` for torch's fu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -41,6 +41,15 @@ Grouping = Literal["row", "block", "span"]
 
 # What some models hand to their attention and this one does not compute.
 _NOT_COMPUTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer asks of its attention: the factor of the scores, its window and its cap."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,8 @@ class PackedStep(Cache):  # type: ignore[misc]
         self.layers: list[Any] = []  # the base class looks here; the caches are in the spans
         self.spans = list(spans)
         self.written_layers: set[int] = set()
-        self.attended_layers: set[int] = set()
+        #: How each layer called its attention so far.
+        self.attended: dict[int, AttentionCall] = {}
         self._grouping = grouping
         self._sdpa = SdpaSpans(self.spans) if implementation == "sdpa" else None
         # Layers may be on different devices.
@@ -101,14 +111,10 @@ class PackedStep(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write ``[1, kv_heads, total_rows, head_dim]``; what is returned is not read again."""
         del args, kwargs
-        row = 0
-        for span in self.spans:
-            end = row + span.rows
-            span.cache.write(
-                layer_idx, span.start, key_states[0, :, row:end], value_states[0, :, row:end]
-            )
-            row = end
-        self.written_layers.add(layer_idx)
+        for row, span, keys, values in self.buffers(layer_idx, key_states[0]):
+            end = span.start + span.rows
+            keys[:, span.start : end] = key_states[0, :, row : row + span.rows]
+            values[:, span.start : end] = value_states[0, :, row : row + span.rows]
         return key_states, value_states
 
     def attend(
@@ -121,32 +127,80 @@ class PackedStep(Cache):  # type: ignore[misc]
         softcap: float | None,
     ) -> torch.Tensor:
         """``[1, heads, total_rows, head_dim]`` queries to ``[1, total_rows, heads, head_dim]``."""
-        self.attended_layers.add(layer)
+        self.attended[layer] = AttentionCall(scaling, window, softcap)
         if self._sdpa is not None:
             return self._sdpa.attend(layer, query, scaling=scaling, window=window, softcap=softcap)
         heads, total, dim = query.shape[1:]
         kv_heads = self.spans[0].cache.read(layer, 0, 1)[0].shape[0]
         per_kv = heads // kv_heads
-        # [kv_heads, total*per_kv, dim]: the query heads that share a key head lie side by side.
-        packed = (query[0] * scaling).view(kv_heads, per_kv, total, dim).transpose(1, 2)
-        packed = packed.reshape(kv_heads, total * per_kv, dim)
-        out = torch.empty_like(packed)
-        for group in self._plan(window, query.device):
+        packed = query.new_zeros(kv_heads, total * per_kv + MIN_ROWS, dim)
+        rows = packed[:, : total * per_kv].view(kv_heads, total, per_kv, dim)
+        torch.mul(query[0].view(kv_heads, per_kv, total, dim).transpose(1, 2), scaling, out=rows)
+        out = self.attend_packed(layer, packed, per_kv, window=window, softcap=softcap)
+        out = out[:, : total * per_kv].view(kv_heads, total, per_kv, dim)
+        return out.transpose(0, 1).reshape(1, total, heads, dim)
+
+    def attend_packed(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        per_kv: int,
+        *,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention of scaled queries, those that share a key head side by side.
+
+        Parameters:
+          layer: whose keys and values, written before.
+          queries: ``[kv_heads, total_rows * per_kv + MIN_ROWS, dim]``; the last ``MIN_ROWS`` are
+            finite fillers.
+          per_kv: query heads for each key head.
+          window: how many keys a query sees at most, or None for all before it.
+          softcap: scores are capped at this, or None.
+
+        Returns: ``[kv_heads, at least total_rows * per_kv, dim]``, of which the first
+        ``total_rows * per_kv`` rows count.
+        """
+        groups = self._plan(window, queries.device)
+        out = None if len(groups) == 1 else torch.empty_like(queries)
+        for group in groups:
             keys, values = group.cache.read(layer, group.key_start, group.key_end)
-            first, last = group.first * per_kv, group.last * per_kv
-            rows = packed[:, first:last]
-            count = last - first
-            if count < MIN_ROWS and self._grouping != "span":
-                rows = nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count))
-            scores = torch.matmul(rows, keys.transpose(1, 2))
+            first, count = group.first * per_kv, (group.last - group.first) * per_kv
+            # Rows beyond the group fill it up to the size at which every row is computed alike.
+            taken = count if self._grouping == "span" else max(count, MIN_ROWS)
+            scores = torch.bmm(queries[:, first : first + taken], keys.transpose(1, 2))
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
             if group.invalid is not None:
-                view = scores[:, :count].view(kv_heads, -1, per_kv, scores.shape[2])
+                view = scores[:, :count].view(scores.shape[0], -1, per_kv, scores.shape[2])
                 view.masked_fill_(group.invalid, -torch.inf)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-            out[:, first:last] = torch.matmul(weights, values)[:, :count]
-        return out.view(kv_heads, total, per_kv, dim).transpose(0, 1).reshape(1, total, heads, dim)
+            result = torch.bmm(weights, values)
+            if out is None:
+                return result
+            out[:, first : first + count] = result[:, :count]
+        assert out is not None
+        return out
+
+    def buffers(
+        self, layer: int, like: torch.Tensor
+    ) -> Iterator[tuple[int, Span, torch.Tensor, torch.Tensor]]:
+        """Where to write the keys and values of each sequence's rows.
+
+        Parameters:
+          layer: the layer that is about to write.
+          like: a tensor ``[kv_heads, any, head_dim]`` of the right type.
+
+        Returns: the number of the sequence's first row, its span, and its buffers
+        ``[kv_heads, capacity, head_dim]``.
+        """
+        self.written_layers.add(layer)
+        row = 0
+        for span in self.spans:
+            keys, values = span.cache.room(layer, span.start + span.rows, like)
+            yield row, span, keys, values
+            row += span.rows
 
     def _plan(self, window: int | None, device: torch.device) -> list[_Group]:
         groups = self._groups.get((window, device))

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import nn
+
+from ssd_workers.engine import kernels
+from ssd_workers.engine.kernels import Floats, by_rows
 
 _ZERO_POINT = 128
 _MAX = 127.0
@@ -25,12 +29,13 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.round(weight / scale[:, None]).to(torch.int8).contiguous(), scale
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[rows, in]`` float32 to (uint8 around 128, float32 scales ``[rows, 1]``)."""
-    peak = torch.linalg.vector_norm(x, ord=torch.inf, dim=1, keepdim=True).clamp_min_(1e-12)
-    # Rounding is the cast's: it cuts off, and one half more was added. Few and small operations
-    # matter here, since they run between the products of every layer.
-    return (x * (_MAX / peak)).add_(_ZERO_POINT + 0.5).to(torch.uint8), peak / _MAX
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, Floats]:
+    """``[..., in]`` float32 to (uint8 ``[rows, in]`` around 128, float32 scales ``[rows]``)."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    quantized = torch.empty(rows.shape, dtype=torch.uint8)
+    scale = np.empty(len(rows), np.float32)
+    by_rows(kernels.quantize, rows.shape[1], (rows.numpy(), quantized.numpy(), scale))
+    return quantized, scale
 
 
 class PackedWeight:
@@ -45,7 +50,7 @@ class PackedWeight:
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """uint8 ``[rows, in]`` to float32 ``[rows, out]``, channel scales applied."""
-        result: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        result: torch.Tensor = torch.ops.onednn.qlinear_pointwise.default(
             rows, 1.0, _ZERO_POINT, self.packed, self.scale, self._zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
@@ -60,15 +65,17 @@ class Int8Linear(nn.Module):
         self.weight_packed = weight
         self.out_features = weight.out_features
         self.in_features = weight.in_features
-        self.bias: torch.Tensor | None
-        self.register_buffer("bias", bias, persistent=False)
+        #: ``[out]``, or ``[0]`` where there is none.
+        self.bias: Floats = np.empty(0, np.float32) if bias is None else bias.numpy().copy()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, scale = quantize_rows(x.reshape(-1, self.in_features))
-        y = self.weight_packed.product(rows).mul_(scale)
-        if self.bias is not None:
-            y += self.bias
-        return y.view(*x.shape[:-1], self.out_features)
+        return self.from_quantized(*quantize_rows(x)).view(*x.shape[:-1], self.out_features)
+
+    def from_quantized(self, rows: torch.Tensor, scale: Floats) -> torch.Tensor:
+        """Quantised rows ``[rows, in]`` and their scales to ``[rows, out]``."""
+        y = self.weight_packed.product(rows)
+        by_rows(kernels.dequantize, self.out_features, (y.numpy(), scale), self.bias)
+        return y
 
 
 class Int8Fused:
@@ -79,19 +86,19 @@ class Int8Fused:
     """
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, sizes: list[int]) -> None:
-        self._linear = Int8Linear(weight, bias)
+        self.linear = Int8Linear(weight, bias)
         self._sizes = sizes
         self._input: torch.Tensor | None = None
         self._slices: list[torch.Tensor | None] = [None] * len(sizes)
 
     def members(self) -> list[nn.Module]:
         """One module for each of the fused layers, in order."""
-        return [_Int8Slice(self, index) for index in range(len(self._sizes))]
+        return [Int8Slice(self, index) for index in range(len(self._sizes))]
 
     def slice(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """The output of layer ``index`` for the input ``x``."""
         if self._input is not x or self._slices[index] is None:
-            self._slices = list(self._linear(x).split(self._sizes, dim=-1))
+            self._slices = list(self.linear(x).split(self._sizes, dim=-1))
             self._input = x
         result = self._slices[index]
         self._slices[index] = None
@@ -101,14 +108,16 @@ class Int8Fused:
         return result
 
 
-class _Int8Slice(nn.Module):
+class Int8Slice(nn.Module):
+    """One of the layers of an :class:`Int8Fused`."""
+
     def __init__(self, fused: Int8Fused, index: int) -> None:
         super().__init__()
-        self._fused = fused
+        self.fused = fused
         self._index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._fused.slice(self._index, x)
+        return self.fused.slice(self._index, x)
 
 
 @lru_cache(maxsize=1)

@@ -34,13 +34,17 @@ class SequenceCache:
         """Bytes held by all buffers."""
         return sum(t.nbytes for t in (*self._keys, *self._values) if t is not None)
 
-    def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put ``[kv_heads, rows, head_dim]`` at positions ``start .. start+rows``."""
-        end = start + keys.shape[1]
-        self._keys[layer] = _grown(self._keys[layer], keys, end, self._initial_capacity)
-        self._values[layer] = _grown(self._values[layer], values, end, self._initial_capacity)
-        self._keys[layer][:, start:end] = keys  # type: ignore[index]
-        self._values[layer][:, start:end] = values  # type: ignore[index]
+    def room(self, layer: int, end: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of keys and of values, with room for positions below ``end``.
+
+        ``like`` is a tensor ``[kv_heads, any, head_dim]`` of their type. The buffers are valid
+        until the next call.
+        """
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None or keys.shape[1] < end:
+            keys = self._keys[layer] = _grown(keys, like, end, self._initial_capacity)
+            values = self._values[layer] = _grown(values, like, end, self._initial_capacity)
+        return keys, values
 
     def read(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views ``[kv_heads, end-start, head_dim]`` of keys and values; capacity covers ``end``."""

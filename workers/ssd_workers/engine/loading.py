@@ -143,6 +143,8 @@ def load_model(
         chosen_device = model.get_input_embeddings().weight.device
     runner = ModelRunner(model, chosen_device, attention)
     runner.check_supported(source.name)
+    if chosen_dtype == "int8":
+        runner.fuse_layers()
     return LoadedModel(
         name=source.name,
         architecture=type(model).__name__,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.attention import Grouping, PackedStep, rows_are_exact
 from ssd_workers.engine.config import AttnImplementation
+from ssd_workers.engine.fused_layers import Recorder, fuse_layers
 from ssd_workers.engine.kv_cache import SequenceCache, Span
 from ssd_workers.engine.step_cost import StepCost
 
@@ -113,6 +114,19 @@ class ModelRunner:
         return step, output.logits[0, : len(kept)]
 
     @torch.inference_mode()
+    def fuse_layers(self) -> int:
+        """Fuse the small operations of an int8 model where that changes nothing.
+
+        Returns: the number of layers replaced.
+        """
+        recorder = Recorder(self.model)
+        try:
+            step, _ = self._forward([RowBlock(self.new_cache(), range(1, 10), 1)])
+        finally:
+            recorder.close()
+        return fuse_layers(self.model, recorder, step)
+
+    @torch.inference_mode()
     def check_supported(self, name: str) -> None:
         """Run three tokens and see that every layer goes through our cache and attention.
 
@@ -129,8 +143,8 @@ class ModelRunner:
         except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError) as error:
             raise UnsupportedModelError(f"{refusal} {error}.") from error
         expected = set(range(self.num_layers))
-        if step.written_layers != expected or step.attended_layers != expected:
+        if step.written_layers != expected or step.attended.keys() != expected:
             raise UnsupportedModelError(
-                f"{refusal} only {len(step.attended_layers)} of its {self.num_layers} layers use "
+                f"{refusal} only {len(step.attended)} of its {self.num_layers} layers use "
                 "the key-value cache and attention interface that can be rolled back."
             )
