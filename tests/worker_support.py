@@ -21,6 +21,9 @@ from tests.conftest import SSD, ssd_environment
 
 PROMPT = "The router restarts when"
 
+#: More tokens than an interrupted answer of the `long_model` gets to.
+LONG = 1500
+
 #: Loading torch and a tiny model, on a machine that is busy with other things.
 START_TIMEOUT_S = 90.0
 
