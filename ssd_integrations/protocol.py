@@ -1,71 +1,84 @@
 """The contract between applications and workers: requests down, events up.
 
 JSON only, versioned, every field bounded. Adapters speak it down, workers speak it up; both
-the in-process backend and the Celery backend carry exactly these messages.
+the in-process backend and the Celery backend carry exactly these messages. Requests are defined
+here, events in protocol_events.py; everybody imports both from here.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json, to_json
 
-from ssd_integrations.errors import (
-    InvalidRequestError,
-    MalformedMessageError,
-    SSDError,
-    error_from_code,
+from ssd_integrations.errors import InvalidRequestError
+from ssd_integrations.protocol_base import MAX_LOGPROBS, WireMessage
+from ssd_integrations.protocol_events import (
+    DeltaEvent,
+    ErrorInfo,
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    FinishReason,
+    ModelInfo,
+    SpeculationStats,
+    StartedEvent,
+    Timing,
+    TokenLogprob,
+    Usage,
+    event_from_json,
+    is_terminal,
 )
 from ssd_integrations.validation import describe_validation_error
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "MAX_MESSAGES",
+    "MAX_NEW_TOKENS",
+    "MAX_PROMPT_CHARS",
+    "PROTOCOL_VERSION",
+    "Acceptance",
+    "DeltaEvent",
+    "ErrorInfo",
+    "Event",
+    "FailedEvent",
+    "FinishReason",
+    "FinishedEvent",
+    "GenerationRequest",
+    "Message",
+    "ModelInfo",
+    "QueueName",
+    "Role",
+    "SamplingParams",
+    "SpeculationMode",
+    "SpeculationParams",
+    "SpeculationStats",
+    "StartedEvent",
+    "Timing",
+    "TokenLogprob",
+    "ToolCall",
+    "Usage",
+    "build_request",
+    "build_sampling",
+    "build_speculation",
+    "event_from_json",
+    "is_terminal",
+]
 
 PROTOCOL_VERSION: Literal[1] = 1
 MAX_PROMPT_CHARS = 4_000_000
 MAX_MESSAGES = 10_000
 MAX_NEW_TOKENS = 1_000_000
-MAX_LOGPROBS = 20
 
 Role = Literal["system", "user", "assistant", "tool"]
 SpeculationMode = Literal["off", "ngram", "suffix", "model", "hybrid", "auto"]
 Acceptance = Literal["coupled", "rejection"]
-FinishReason = Literal["stop", "length", "cancelled"]
 QueueName = Literal["interactive", "batch"]
 
-T = TypeVar("T", bound="_Message")
 
-
-class _Message(BaseModel):
-    """A frozen JSON message; unknown fields are an error, not a shrug."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @classmethod
-    def from_json(cls: type[T], data: str | bytes) -> T:
-        """Parse a message from the wire.
-
-        Raises:
-          MalformedMessageError: not JSON, unknown fields, or values out of bounds.
-        """
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise MalformedMessageError(describe_validation_error(cls.__name__, error)) from error
-
-    def to_json(self) -> str:
-        """This message as a JSON string."""
-        return self.model_dump_json()
-
-
-class SamplingParams(_Message):
+class SamplingParams(WireMessage):
     """How the next token is drawn from the target's distribution.
 
     Penalties and ``logit_bias`` change the logits first, then ``min_tokens`` rules out the end,
@@ -120,7 +133,7 @@ class SamplingParams(_Message):
         return self
 
 
-class SpeculationParams(_Message):
+class SpeculationParams(WireMessage):
     """How the draft is made and accepted.
 
     ``mode`` never changes the text, only its speed; ``auto`` picks from what is loaded.
@@ -138,7 +151,7 @@ class SpeculationParams(_Message):
     acceptance: Acceptance = "coupled"
 
 
-class ToolCall(_Message):
+class ToolCall(WireMessage):
     """A call that the assistant made earlier in the conversation."""
 
     id: str = Field(max_length=256)
@@ -155,7 +168,7 @@ class ToolCall(_Message):
         return arguments
 
 
-class Message(_Message):
+class Message(WireMessage):
     """One turn of a conversation."""
 
     role: Role
@@ -165,7 +178,7 @@ class Message(_Message):
     tool_call_id: str | None = Field(default=None, max_length=256)
 
 
-class GenerationRequest(_Message):
+class GenerationRequest(WireMessage):
     """One call of a model.
 
     Exactly one of ``messages`` (rendered through the model's chat template) and ``prompt``
@@ -194,153 +207,6 @@ class GenerationRequest(_Message):
         if self.prompt is not None and not self.prompt:
             raise ValueError("prompt is empty: give at least one character")
         return self
-
-
-class Usage(_Message):
-    """Token counts; the end-of-sequence token counts as generated."""
-
-    prompt_tokens: int = Field(ge=0)
-    completion_tokens: int = Field(ge=0)
-    total_tokens: int = Field(ge=0)
-
-
-class SpeculationStats(_Message):
-    """What speculation did for one request, under the names vLLM uses.
-
-    ``num_spec_steps`` counts target forwards that emitted tokens after the prefill,
-    with or without a draft. ``mean_acceptance_length`` is 1 + accepted / steps (the bonus
-    token counts), ``draft_acceptance_rate`` is accepted / drafted, and
-    ``acceptance_histogram[k]`` is the number of steps that accepted k draft tokens.
-    """
-
-    method: str = Field(max_length=32, description="The drafter that ran; never auto.")
-    num_spec_steps: int = Field(default=0, ge=0)
-    num_draft_tokens: int = Field(default=0, ge=0)
-    num_accepted_tokens: int = Field(default=0, ge=0)
-    mean_acceptance_length: float = Field(default=1.0, ge=0.0)
-    draft_acceptance_rate: float = Field(default=0.0, ge=0.0, le=1.0)
-    acceptance_histogram: tuple[int, ...] = ()
-
-
-class Timing(_Message):
-    """Seconds, measured by the engine's clock, from the moment the engine got the request."""
-
-    queue_s: float = Field(ge=0.0, description="Waiting for a free row.")
-    time_to_first_token_s: float = Field(ge=0.0)
-    decode_s: float = Field(ge=0.0, description="From the first token to the last.")
-    total_s: float = Field(ge=0.0)
-    tokens_per_second: float = Field(ge=0.0, description="Of the decode phase.")
-
-
-class ModelInfo(_Message):
-    """What a backend knows of a model it serves."""
-
-    name: str
-    architecture: str
-    context_length: int = Field(ge=1)
-    vocab_size: int = Field(ge=1)
-    dtype: str
-    device: str
-    draft_model: str | None = None
-    has_chat_template: bool = False
-
-
-class ErrorInfo(_Message):
-    """An error on the wire."""
-
-    code: str = Field(max_length=64)
-    message: str
-    remedy: str
-    retryable: bool
-
-    @classmethod
-    def from_error(cls, error: SSDError) -> ErrorInfo:
-        """The wire form of ``error``."""
-        return cls(
-            code=error.code, message=error.message, remedy=error.remedy, retryable=error.retryable
-        )
-
-    def to_error(self) -> SSDError:
-        """The exception that this describes, of the class that its code names."""
-        return error_from_code(self.code, self.message, self.remedy)
-
-
-class StartedEvent(_Message):
-    """The prompt is in the model; tokens follow."""
-
-    type: Literal["started"] = "started"
-    request_id: str
-    model: str
-    prompt_tokens: int = Field(ge=0)
-
-
-class TokenLogprob(_Message):
-    """A token and its log-probability under the model's own distribution.
-
-    That is the softmax of the logits as the model gives them, before penalties, bias and
-    temperature. ``top`` holds the best alternatives, best first; theirs is empty.
-    """
-
-    token_id: int = Field(ge=0)
-    token: str
-    logprob: float = Field(le=0.0)
-    top: tuple[TokenLogprob, ...] = Field(default=(), max_length=MAX_LOGPROBS)
-
-
-class DeltaEvent(_Message):
-    """New text. ``token_ids`` are the tokens accepted since the previous delta.
-
-    ``logprobs`` has one entry for each of them if the request asked for it.
-    """
-
-    type: Literal["delta"] = "delta"
-    request_id: str
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-class FinishedEvent(_Message):
-    """The end. ``text`` is the whole output: the concatenation of every delta's text."""
-
-    type: Literal["finished"] = "finished"
-    request_id: str
-    text: str
-    finish_reason: FinishReason
-    stop_sequence: str | None = None
-    usage: Usage
-    speculation: SpeculationStats
-    timing: Timing
-    model: ModelInfo
-
-
-class FailedEvent(_Message):
-    """The request failed; nothing follows."""
-
-    type: Literal["failed"] = "failed"
-    request_id: str
-    error: ErrorInfo
-
-
-Event = StartedEvent | DeltaEvent | FinishedEvent | FailedEvent
-_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
-
-
-def event_from_json(data: str | bytes) -> Event:
-    """Parse one event from the wire.
-
-    Raises:
-      MalformedMessageError: not an event of this protocol.
-    """
-    try:
-        return _EVENT.validate_json(data)
-    except ValidationError as error:
-        raise MalformedMessageError(describe_validation_error("event", error)) from error
-
-
-def is_terminal(event: Event) -> bool:
-    """Whether nothing follows ``event`` in its stream."""
-    return isinstance(event, FinishedEvent | FailedEvent)
 
 
 def build_request(**fields: Any) -> GenerationRequest:

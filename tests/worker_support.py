@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import redis
 
@@ -20,6 +19,9 @@ from ssd_workers.settings import build_worker_settings
 from tests.conftest import SSD, ssd_environment
 
 PROMPT = "The router restarts when"
+
+#: More tokens than an interrupted answer of the `long_model` gets to.
+LONG = 1500
 
 #: Loading torch and a tiny model, on a machine that is busy with other things.
 START_TIMEOUT_S = 90.0
@@ -91,12 +93,7 @@ class Worker:
         self.wait_ready()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         self._backend.close()
 

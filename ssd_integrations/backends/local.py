@@ -9,9 +9,10 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ssd_integrations.backends.by_options import ByOptions
 from ssd_integrations.errors import MissingExtraError, SSDError
 from ssd_integrations.protocol import (
     Event,
@@ -129,7 +130,7 @@ class LocalBackend:
         _engines.close(self._config)
 
     def _service(self) -> EngineService:
-        return _engines.get(self._config, self._progress)
+        return _engines.get(self._config, lambda: _start_engine(self._config, self._progress))
 
 
 def _raise_failure(event: Event) -> Event:
@@ -149,55 +150,30 @@ def _require_worker_extra() -> None:
         )
 
 
-class _Engines:
+class _Engines(ByOptions["EngineConfig", "EngineService"]):
     """The engines of this process, one for each set of options."""
 
-    def __init__(self, make: Callable[[EngineConfig, Progress | None], EngineService]) -> None:
-        self._make = make
-        self.forked = False
-        self.forget()
-
-    def get(self, config: EngineConfig, progress: Progress | None) -> EngineService:
-        """The engine for ``config``, loaded by the first who asks; the others wait for it."""
-        with self._lock:
-            loading = self._loading.setdefault(config, threading.Lock())
-        with loading:
-            service = self.running(config)
-            if service is None:
-                service = self._make(config, progress)
-                with self._lock:
-                    self._running[config] = service
-            return service
+    forked = False
 
     def running(self, config: EngineConfig) -> EngineService | None:
         """The engine for ``config`` if it is loaded."""
-        with self._lock:
-            return self._running.get(config)
+        return self.find(config)
 
     def close(self, config: EngineConfig) -> None:
         """Close the engine for ``config``, if there is one."""
-        with self._lock:
-            service = self._running.pop(config, None)
+        service = self.take(config)
         if service is not None:
             service.close()
 
     def close_all(self) -> None:
         """Close every engine."""
-        with self._lock:
-            configs = list(self._running)
-        for config in configs:
-            self.close(config)
+        for service in self.take_all():
+            service.close()
 
     def after_fork(self) -> None:
         """Start anew in a forked child, whose engine threads stayed in the parent."""
         self.forked = "torch" in sys.modules
         self.forget()
-
-    def forget(self) -> None:
-        """Start anew."""
-        self._lock = threading.Lock()
-        self._loading: dict[EngineConfig, threading.Lock] = {}
-        self._running: dict[EngineConfig, EngineService] = {}
 
 
 def _start_engine(config: EngineConfig, progress: Progress | None) -> EngineService:
@@ -220,7 +196,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> EngineServ
     return service
 
 
-_engines = _Engines(_start_engine)
+_engines = _Engines()
 atexit.register(_engines.close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_engines.after_fork)

@@ -7,16 +7,15 @@ call); each copy must not cost another engine or another connection pool.
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 from ssd_integrations.backends import open_backend
 from ssd_integrations.backends.base import Backend
+from ssd_integrations.backends.by_options import ByOptions
 
 BackendOptions = tuple[tuple[str, Any], ...]
 
-_backends: dict[BackendOptions, Backend] = {}
-_lock = threading.Lock()
+_backends: ByOptions[BackendOptions, Backend] = ByOptions()
 
 
 def shared_backend(options: BackendOptions) -> Backend:
@@ -25,15 +24,13 @@ def shared_backend(options: BackendOptions) -> Backend:
     Raises:
       SSDError: as ``open_backend`` does.
     """
-    with _lock:
-        if options not in _backends:
-            _backends[options] = open_backend(**dict(options))
-        return _backends[options]
+    return _backends.get(options, lambda: open_backend(**dict(options)))
 
 
 async def ashared_backend(options: BackendOptions) -> Backend:
     """:func:`shared_backend` for an event loop."""
-    if options in _backends:
-        return _backends[options]
-    # In a thread, for the first of its kind imports packages that take a while.
-    return await asyncio.to_thread(shared_backend, options)
+    backend = _backends.find(options)
+    if backend is None:
+        # In a thread, for the first of its kind imports packages that take a while.
+        backend = await asyncio.to_thread(shared_backend, options)
+    return backend

@@ -11,7 +11,8 @@ from ssd_integrations.cli import options as opt
 from ssd_integrations.cli.bench_output import answers_bar, check_output, deliver, exit_code
 from ssd_integrations.cli.failures import report_failures, usage_errors
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.errors import InvalidRequestError, MissingExtraError
+from ssd_integrations.errors import InvalidRequestError
+from ssd_integrations.extras import require_extra
 
 if TYPE_CHECKING:
     from ssd_workers.bench.setup import Options
@@ -117,7 +118,7 @@ def bench(
       ssd bench --modes ar --suite my-prompts.jsonl --model ./my-model --quality --dtype int8
     """
     with report_failures():
-        _check_installed()
+        require_extra("`ssd bench`", "worker", "torch", "transformers", "psutil")
         with usage_errors():
             options, items = _checked(
                 modes=modes, suite=suite, limit=limit, concurrency=concurrency, model=model,
@@ -131,14 +132,6 @@ def bench(
         code = exit_code(report)
     if code:
         raise typer.Exit(code)
-
-
-def _check_installed() -> None:
-    from importlib.util import find_spec
-
-    for package in ("torch", "transformers", "psutil"):
-        if find_spec(package) is None:
-            raise MissingExtraError.for_extra("`ssd bench`", "worker")
 
 
 def _checked(

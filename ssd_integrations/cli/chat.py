@@ -8,20 +8,16 @@ from dataclasses import dataclass, field
 import typer
 
 from ssd_integrations.backends.base import Backend
-from ssd_integrations.cli import options as opt
 from ssd_integrations.cli.failures import (
     EXIT_INTERRUPTED,
     report_failures,
     show_error,
     usage_errors,
 )
+from ssd_integrations.cli.option_groups import with_option_groups
 from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.cli.render import note, stats_line, write_delta, write_text
-from ssd_integrations.cli.request_options import (
-    EngineOptions,
-    RequestOptions,
-    parse_logit_bias,
-)
+from ssd_integrations.cli.request_options import AnswerOptions
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.errors import InvalidRequestError, SSDError
 
@@ -55,33 +51,8 @@ class Conversation:
         self.turns.clear()
 
 
-def chat(
-    model: opt.Model = "demo",
-    draft_model: opt.DraftModel = None,
-    speculation: opt.Speculation = "auto",
-    num_draft_tokens: opt.NumDraftTokens = None,
-    adaptive: opt.Adaptive = True,
-    acceptance: opt.AcceptanceRule = "coupled",
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    presence_penalty: opt.PresencePenalty = 0.0,
-    frequency_penalty: opt.FrequencyPenalty = 0.0,
-    logit_bias: opt.LogitBias = None,
-    max_tokens: opt.MaxTokens = None,
-    min_tokens: opt.MinTokens = 0,
-    stop_token_ids: opt.StopTokenIds = None,
-    ignore_eos: opt.IgnoreEOS = False,
-    seed: opt.Seed = None,
-    dtype: opt.DTypeOption = None,
-    device: opt.Device = None,
-    suffix_store: opt.SuffixStore = None,
-    system: opt.System = None,
-    broker_url: opt.BrokerURL = None,
-    timeout: opt.Timeout = None,
-) -> None:
+@with_option_groups(without=("stop", "logprobs", "raw"))
+def chat(options: AnswerOptions) -> None:
     """Talk with a model; after each answer its speed and acceptance length.
 
     In the conversation: /system TEXT, /reset, /quit. Ctrl-C stops an answer.
@@ -94,35 +65,10 @@ def chat(
     """
     with report_failures():
         with usage_errors():
-            engine = EngineOptions(model, draft_model, dtype, device, broker_url, suffix_store)
-            engine.check(speculation)
-            wanted = RequestOptions(
-                speculation={
-                    "mode": speculation,
-                    "num_draft_tokens": num_draft_tokens,
-                    "adaptive": adaptive,
-                    "acceptance": acceptance,
-                },
-                sampling={
-                    "temperature": temperature,
-                    "top_p": top_p,
-                    "top_k": top_k,
-                    "min_p": min_p,
-                    "repetition_penalty": repetition_penalty,
-                    "presence_penalty": presence_penalty,
-                    "frequency_penalty": frequency_penalty,
-                    "logit_bias": parse_logit_bias(logit_bias or ()),
-                    "max_tokens": max_tokens,
-                    "min_tokens": min_tokens,
-                    "stop_token_ids": stop_token_ids or (),
-                    "ignore_eos": ignore_eos,
-                    "seed": seed,
-                },
-                timeout_s=timeout,
-            )
-            talk = Conversation(system)
-            wanted.request(model, messages=talk.messages("Hello"))
-        with LoadingBar() as bar, open_session(engine, bar) as backend:
+            options.check()
+            talk = Conversation(options.system)
+            options.request(messages=talk.messages("Hello"))
+        with LoadingBar() as bar, open_session(options, bar) as backend:
             models = backend.models()
             # A bar that is still drawn would overwrite what is typed.
             bar.close()
@@ -133,7 +79,7 @@ def chat(
                 if not _command(talk, line):
                     break
                 if line and not line.startswith("/"):
-                    _answer(backend, wanted, model, talk, line, bar)
+                    _answer(backend, options, talk, line, bar)
 
 
 def _read_line() -> str | None:
@@ -164,16 +110,11 @@ def _command(talk: Conversation, line: str) -> bool:
 
 
 def _answer(
-    backend: Backend,
-    wanted: RequestOptions,
-    model: str,
-    talk: Conversation,
-    line: str,
-    bar: LoadingBar,
+    backend: Backend, options: AnswerOptions, talk: Conversation, line: str, bar: LoadingBar
 ) -> None:
     """Stream one answer. A mistake or a passing trouble costs the turn, not the conversation."""
     try:
-        request = wanted.request(model, messages=talk.messages(line))
+        request = options.request(messages=talk.messages(line))
         event = stream(backend, request, write_delta, bar)
     except KeyboardInterrupt:
         write_text("\n")

@@ -195,3 +195,13 @@ Timeout = Annotated[
     float | None, typer.Option(help="Give up after so many seconds.", show_default="never")
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Log-probabilities of the tokens and of N alternatives each; with --json.",
+    ),
+]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
+]

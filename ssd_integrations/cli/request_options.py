@@ -1,4 +1,4 @@
-"""What the options of a command line are turned into: an engine, a request."""
+"""The options that `ssd generate` and `ssd chat` share, and the request they become."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ssd_integrations.cli import options as opt
 from ssd_integrations.errors import InvalidRequestError
 from ssd_integrations.protocol import (
     GenerationRequest,
+    SamplingParams,
+    SpeculationParams,
     build_request,
     build_sampling,
     build_speculation,
@@ -18,17 +21,42 @@ _DEFAULT_QUEUE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """Which model, where. ``None`` leaves the choice to the engine or the worker."""
+class AnswerOptions:
+    """What is asked for, of which model, where; the options of `ssd generate` and `ssd chat`.
 
-    model: str
-    draft_model: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    broker_url: str | None = None
-    suffix_store: str | None = None
+    ``None`` leaves the choice to the engine or the worker.
+    """
 
-    def given(self) -> dict[str, str]:
+    model: opt.Model = "demo"
+    draft_model: opt.DraftModel = None
+    speculation: opt.Speculation = "auto"
+    num_draft_tokens: opt.NumDraftTokens = None
+    adaptive: opt.Adaptive = True
+    acceptance: opt.AcceptanceRule = "coupled"
+    temperature: opt.Temperature = 0.0
+    top_p: opt.TopP = 1.0
+    top_k: opt.TopK = 0
+    min_p: opt.MinP = 0.0
+    repetition_penalty: opt.RepetitionPenalty = 1.0
+    presence_penalty: opt.PresencePenalty = 0.0
+    frequency_penalty: opt.FrequencyPenalty = 0.0
+    logit_bias: opt.LogitBias = None
+    max_tokens: opt.MaxTokens = None
+    min_tokens: opt.MinTokens = 0
+    stop: opt.Stop = None
+    stop_token_ids: opt.StopTokenIds = None
+    ignore_eos: opt.IgnoreEOS = False
+    seed: opt.Seed = None
+    logprobs: opt.Logprobs = None
+    dtype: opt.DTypeOption = None
+    device: opt.Device = None
+    suffix_store: opt.SuffixStore = None
+    system: opt.System = None
+    raw: opt.Raw = False
+    broker_url: opt.BrokerURL = None
+    timeout: opt.Timeout = None
+
+    def engine_options(self) -> dict[str, str]:
         """The engine options that were set, as keyword arguments of a local engine."""
         options = {
             "draft_model": self.draft_model,
@@ -38,13 +66,13 @@ class EngineOptions:
         }
         return {name: value for name, value in options.items() if value is not None}
 
-    def check(self, speculation: str) -> None:
-        """Refuse combinations that cannot work, before anything is loaded.
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is read or loaded.
 
         Raises:
           InvalidRequestError: names the option and what to do.
         """
-        given = self.given()
+        given = self.engine_options()
         if self.broker_url is not None and given:
             names = ", ".join("--" + name.replace("_", "-") for name in given)
             raise InvalidRequestError(
@@ -52,7 +80,7 @@ class EngineOptions:
                 remedy="Leave it out (or --broker-url / SSD_BROKER_URL); "
                 "the worker is started with it: `ssd worker --help`.",
             )
-        if self.broker_url is None and speculation == "model" and self.draft_model is None:
+        if self.broker_url is None and self.speculation == "model" and self.draft_model is None:
             raise InvalidRequestError(
                 "--speculation model needs a draft model.",
                 remedy="Add --draft-model NAME, or use --speculation ngram.",
@@ -65,25 +93,10 @@ class EngineOptions:
             from ssd_workers.engine.config import build_engine_config
 
             build_engine_config(model=self.model, **given)
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """The per-request options of a command line.
-
-    Parameters:
-      speculation: the fields of :class:`ssd_integrations.protocol.SpeculationParams`.
-      sampling: the fields of :class:`ssd_integrations.protocol.SamplingParams`.
-      timeout_s: seconds until the whole answer must be there.
-    """
-
-    speculation: Mapping[str, Any]
-    sampling: Mapping[str, Any]
-    timeout_s: float | None = None
+        parse_logit_bias(self.logit_bias or ())
 
     def request(
         self,
-        model: str,
         *,
         messages: Sequence[Mapping[str, str]] | None = None,
         prompt: str | None = None,
@@ -94,21 +107,34 @@ class RequestOptions:
           InvalidRequestError: a value is out of bounds.
         """
         limits = {}
-        if self.timeout_s is not None:
+        if self.timeout is not None:
             # Nobody who gives 5 seconds wants to wait a minute for a free worker; and the queue's
             # deadline comes first, so that "nobody serves this model" is told as such.
             limits = {
-                "timeout_s": self.timeout_s,
-                "queue_timeout_s": min(0.9 * self.timeout_s, _DEFAULT_QUEUE_TIMEOUT_S),
+                "timeout_s": self.timeout,
+                "queue_timeout_s": min(0.9 * self.timeout, _DEFAULT_QUEUE_TIMEOUT_S),
             }
+        sampling = self._fields_of(SamplingParams)
+        if self.logit_bias is not None:
+            sampling["logit_bias"] = parse_logit_bias(self.logit_bias)
         return build_request(
-            model=model,
+            model=self.model,
             messages=messages,
             prompt=prompt,
-            sampling=build_sampling(**self.sampling),
-            speculation=build_speculation(**self.speculation),
+            sampling=build_sampling(**sampling),
+            speculation=build_speculation(
+                mode=self.speculation, **self._fields_of(SpeculationParams)
+            ),
             **limits,
         )
+
+    def _fields_of(self, kind: type[SamplingParams | SpeculationParams]) -> dict[str, Any]:
+        """The options that have the names of fields of ``kind`` and were set."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name in kind.model_fields and value is not None
+        }
 
 
 def parse_logit_bias(items: Sequence[str]) -> dict[int, float]:

@@ -8,20 +8,20 @@ from typing import cast
 
 from ssd_integrations.backends.base import Backend
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.cli.request_options import EngineOptions
+from ssd_integrations.cli.request_options import AnswerOptions
 from ssd_integrations.errors import EngineError, SSDError
 from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, GenerationRequest
 
 
 @contextmanager
-def open_session(options: EngineOptions, bar: LoadingBar) -> Iterator[Backend]:
+def open_session(options: AnswerOptions, bar: LoadingBar) -> Iterator[Backend]:
     """The backend that ``options`` ask for, closed at the end; ``bar`` shows it loading."""
     from ssd_integrations.backends import open_backend
 
     # Behind a broker nothing loads here, and the worker has no use for a bar.
     local = {"progress": bar} if options.broker_url is None else {}
     backend = open_backend(
-        model=options.model, broker_url=options.broker_url, **local, **options.given()
+        model=options.model, broker_url=options.broker_url, **local, **options.engine_options()
     )
     try:
         yield backend

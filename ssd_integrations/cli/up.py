@@ -9,27 +9,18 @@ from typing import Annotated
 
 import typer
 
-from ssd_integrations.cli import options as opt
 from ssd_integrations.cli.failures import report_failures, show_error, usage_errors
+from ssd_integrations.cli.option_groups import with_option_groups
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.cli.worker import (
-    ChatTemplate,
-    DraftTokens,
-    Grace,
-    MaxModelLen,
-    MaxNumSeqs,
-    NumThreads,
-    VisibilityTimeout,
-    check_installed,
-    engine_options,
-)
+from ssd_integrations.cli.worker_options import WorkerOptions, check_installed
 from ssd_integrations.errors import EngineError
 
 _SEE_STDERR = "Its reason is on standard error."
 
 
+@with_option_groups()
 def up(
-    model: opt.Model = "demo",
+    options: WorkerOptions,
     port: Annotated[
         int | None,
         typer.Option(
@@ -45,20 +36,6 @@ def up(
             help="Folder of the broker's append-only file.", show_default="in the cache folder"
         ),
     ] = None,
-    draft_model: opt.DraftModel = None,
-    dtype: opt.DTypeOption = None,
-    device: opt.Device = None,
-    device_map: opt.DeviceMap = None,
-    quantization: opt.Quantization = None,
-    attn_implementation: opt.AttnImplementation = None,
-    suffix_store: opt.SuffixStore = None,
-    max_num_seqs: MaxNumSeqs = 8,
-    max_model_len: MaxModelLen = None,
-    num_draft_tokens: DraftTokens = 8,
-    num_threads: NumThreads = None,
-    chat_template: ChatTemplate = None,
-    grace_s: Grace = 30.0,
-    visibility_timeout_s: VisibilityTimeout = 60.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON line when the worker is ready.")
     ] = False,
@@ -76,44 +53,28 @@ def up(
     with report_failures(as_json=as_json):
         check_installed()
         with usage_errors(as_json=as_json):
-            from ssd_workers.settings import build_worker_settings
-
-            settings = build_worker_settings(
-                engine=engine_options(
-                    model=model,
-                    draft_model=draft_model,
-                    dtype=dtype,
-                    device=device,
-                    device_map=device_map,
-                    quantization=quantization,
-                    attn_implementation=attn_implementation,
-                    suffix_store=suffix_store,
-                    max_num_seqs=max_num_seqs,
-                    max_model_len=max_model_len,
-                    num_draft_tokens=num_draft_tokens,
-                    num_threads=num_threads,
-                    chat_template=chat_template,
-                ),
-                grace_s=grace_s,
-                visibility_timeout_s=visibility_timeout_s,
-            )
+            settings = options.settings()
         from ssd_workers.embedded import EmbeddedValkey, default_data_dir
         from ssd_workers.models.store import resolve_model
         from ssd_workers.supervisor import Supervisor
 
         with LoadingBar() as bar:
             # A model that is not there is told before anything starts.
-            for name in filter(None, (model, draft_model)):
+            for name in filter(None, (options.model, options.draft_model)):
                 resolve_model(name, progress=bar)
 
-        folder = data_dir if data_dir is not None else default_data_dir(model)
+        folder = data_dir if data_dir is not None else default_data_dir(options.model)
         with EmbeddedValkey(port=port, data_dir=folder) as broker:
             settings = settings.model_copy(update={"broker_url": broker.url})
             url = broker.url
-            print(f"The broker runs at {url}. Loading {model} ...", file=sys.stderr, flush=True)
+            print(
+                f"The broker runs at {url}. Loading {options.model} ...",
+                file=sys.stderr,
+                flush=True,
+            )
             supervisor = Supervisor(
                 settings,
-                on_ready=lambda pid: _show_ready(url, model, pid, as_json),
+                on_ready=lambda pid: _show_ready(url, options.model, pid, as_json),
                 on_poll=broker.revive,
             )
             code = supervisor.run()

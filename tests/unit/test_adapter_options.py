@@ -14,8 +14,8 @@ from langchain_core.runnables import RunnableLambda
 from ssd_integrations import SSDLLM, ChatSSD
 from ssd_integrations.errors import InvalidRequestError, OverloadedError
 from ssd_integrations.protocol import SamplingParams, SpeculationParams
+from tests.unit.adapter_support import merged
 from tests.unit.scripted_backend import ScriptedBackend
-from tests.unit.test_chat_ssd import merged
 from tests.unit.test_ssdllm import HI, every_endpoint
 
 CALL: dict[str, Any] = {

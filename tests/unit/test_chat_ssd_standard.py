@@ -25,7 +25,7 @@ class TestChatSSDUnit(ChatModelUnitTests):
 
     @pytest.mark.xfail(
         reason="The suite loads with allowed_objects='all', which admits the packages that "
-        "LangChain itself lists; test_chat_ssd.py loads with allowed_objects=[ChatSSD].",
+        "LangChain itself lists; test_chat_ssd_identity.py loads with allowed_objects=[ChatSSD].",
         strict=True,
     )
     def test_serdes(self, model: BaseChatModel, snapshot: SnapshotAssertion) -> None:

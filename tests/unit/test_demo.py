@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from ssd_integrations import extras
 from ssd_integrations.errors import EngineError
 from ssd_integrations.protocol import build_speculation
 from ssd_workers.bench.decoders import Answer, Decoder, EngineDecoder
@@ -60,7 +61,7 @@ def test_without_its_packages_the_demo_names_the_extra(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        command, "find_spec", lambda name: None if name == missing else find_spec(name)
+        extras, "find_spec", lambda name: None if name == missing else find_spec(name)
     )
     with pytest.raises(typer.Exit) as ended:
         command.demo(as_json=True)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +25,11 @@ from ssd_integrations.protocol import (
     build_sampling,
 )
 from ssd_workers.engine.service import EngineService
-from tests.tiny import make_tiny_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    return str(make_tiny_model(path, "llama", max_position_embeddings=4096))
+@pytest.fixture
+def folder(roomy_model: Path) -> str:
+    return str(roomy_model)
 
 
 @pytest.fixture

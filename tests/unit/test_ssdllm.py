@@ -20,9 +20,9 @@ from ssd_integrations import SSDLLM
 from ssd_integrations.backends.celery import CeleryBackend
 from ssd_integrations.errors import InvalidRequestError, OverloadedError
 from ssd_integrations.protocol import Event, GenerationRequest
+from tests.unit.adapter_support import SECRET, cancel_once_sent, until_cancelled
 from tests.unit.scripted_backend import INFO, STATS, ScriptedBackend
 
-SECRET = "redis://:hunter2@gpu-box:6379/0"
 HI = [ChatMessage(role="user", content="Hi")]
 
 
@@ -133,19 +133,12 @@ async def test_closing_an_async_stream_cancels() -> None:
         await anext(stream)
         await stream.aclose()
         del stream
-        async with asyncio.timeout(5):
-            while not backend.cancelled:
-                await asyncio.sleep(0)
+        await until_cancelled(backend)
 
 
 async def test_cancelling_the_task_cancels_the_request() -> None:
     backend = ScriptedBackend(pieces=("x",) * 100_000)
-    task = asyncio.create_task(SSDLLM(backend=backend).achat(HI))
-    while not backend.requests:
-        await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancel_once_sent(backend, SSDLLM(backend=backend).achat(HI))
     assert backend.cancelled == [backend.requests[0].request_id]
 
 

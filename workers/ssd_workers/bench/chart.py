@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
-from ssd_integrations.errors import InvalidRequestError, MissingExtraError
+from ssd_integrations.errors import InvalidRequestError
+from ssd_integrations.extras import require_extra
 from ssd_workers.bench.summary import ModeSummary
 
 _OURS, _OTHERS = "#2f6f9f", "#9a9a9a"
@@ -18,8 +18,7 @@ def check_chart(path: Path) -> None:
       MissingExtraError: matplotlib is not installed.
       InvalidRequestError: not the name of a PNG file.
     """
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError.for_extra("--chart", "bench")
+    require_extra("--chart", "bench", "matplotlib")
     if path.suffix.lower() != ".png":
         raise InvalidRequestError(
             f"--chart {path}: the chart is a PNG file.", remedy="Give a name that ends in .png."

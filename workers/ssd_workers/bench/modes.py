@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal
 
-from ssd_integrations.errors import InvalidRequestError, MissingExtraError
+from ssd_integrations.errors import InvalidRequestError
+from ssd_integrations.extras import require_extra
 from ssd_integrations.protocol import build_speculation
 
 Runtime = Literal["transformers", "llama-cpp", "engine"]
@@ -102,5 +102,5 @@ def _check_needs(modes: Sequence[Mode], draft_model: str | None) -> None:
                 f"The mode {mode.name!r} needs a draft model.",
                 remedy="Add --draft-model NAME, or leave the mode out.",
             )
-        if mode.runtime == "llama-cpp" and find_spec(_LLAMA_PACKAGE) is None:
-            raise MissingExtraError.for_extra(f"The mode {mode.name!r}", "bench")
+        if mode.runtime == "llama-cpp":
+            require_extra(f"The mode {mode.name!r}", "bench", _LLAMA_PACKAGE)

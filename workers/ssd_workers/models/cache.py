@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 import filelock
-import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ssd_integrations.cache_folder import cache_dir
 from ssd_integrations.errors import DiskFullError, ModelLoadError
 from ssd_workers.progress import Progress
 
@@ -35,14 +35,6 @@ CONVERSION_VERSION = 1
 _SPACE_MARGIN = 64 * 1024**2
 _LOCK_POLL_S = 0.5
 _WATCH_S = 0.5
-
-
-def cache_dir() -> Path:
-    """``$SSD_CACHE_DIR``, or this project's folder in the user's cache."""
-    override = os.environ.get("SSD_CACHE_DIR")
-    if override:
-        return Path(override).expanduser().absolute()
-    return Path(platformdirs.user_cache_dir("ssd-integrations"))
 
 
 def models_dir() -> Path:

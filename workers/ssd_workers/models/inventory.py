@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ssd_integrations.cache_folder import cache_dir
 from ssd_integrations.errors import ModelNotFoundError
 from ssd_workers.models.cache import (
     Manifest,
-    cache_dir,
     complete_manifest,
     disk_errors,
     entry_dir,

@@ -13,11 +13,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssd_integrations.cache_folder import cache_dir
 from ssd_integrations.errors import InvalidRequestError, ModelLoadError, ModelNotFoundError
 from ssd_workers.models import hub
 from ssd_workers.models.cache import (
     Manifest,
-    cache_dir,
     complete_manifest,
     disk_errors,
     entry_dir,

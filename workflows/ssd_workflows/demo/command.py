@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
 from ssd_integrations.cli.failures import report_failures
-from ssd_integrations.errors import MissingExtraError
+from ssd_integrations.extras import require_extra
 from ssd_workflows.demo import steps
 from ssd_workflows.demo.compare import rows, samples_as_json
 from ssd_workflows.demo.measure import Measured, measure
@@ -61,7 +60,7 @@ def demo(
       ssd demo --rounds 3 --json > demo.json
     """
     with report_failures(as_json=as_json):
-        _require_packages()
+        require_extra("The demo", "all", *_PACKAGES)
         screen = Screen(stderr=as_json)
         start = time.monotonic()
         report: dict[str, Any] = {"model": _MODEL}
@@ -76,11 +75,6 @@ def demo(
         screen.dim(f"\nDone after {report['total_s']:.0f} s.")
         if as_json:
             print(json.dumps(report, ensure_ascii=False, indent=2))
-
-
-def _require_packages() -> None:
-    if any(find_spec(package) is None for package in _PACKAGES):
-        raise MissingExtraError.for_extra("The demo", "all")
 
 
 def _prepare(screen: Screen) -> None:

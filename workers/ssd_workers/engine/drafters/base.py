@@ -81,6 +81,18 @@ class Drafter(Protocol):
         ...
 
 
+class CopyingDrafter:
+    """The part of a :class:`Drafter` that is the same for all that copy earlier text."""
+
+    def distributions(self, request_id: str) -> None:
+        """None: what is copied is not drawn from a distribution."""
+        del request_id
+        return None
+
+    def observe(self, request_id: str, proposed: int, accepted: int) -> None:
+        """Nothing to learn: the tokens accepted are read off the sequence."""
+
+
 class ScoredDrafter(Drafter, Protocol):
     """A drafter that can say beforehand how good a draft is."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssd_integrations.errors import InvalidRequestError
-from ssd_workers.engine.drafters.base import DraftView
+from ssd_workers.engine.drafters.base import CopyingDrafter, DraftView
 
 # Token ids are packed into one integer key; this many bits each hold any vocabulary.
 _ID_BITS = 32
 
 
-class NgramDrafter:
+class NgramDrafter(CopyingDrafter):
     """Drafts by copying from the sequence itself; needs no model.
 
     The longest n-gram (``max_n`` down to ``min_n`` tokens) that ends the sequence and occurred
@@ -59,14 +59,6 @@ class NgramDrafter:
             self._propose_one(sequence, limit)
             for sequence, limit in zip(sequences, max_tokens, strict=True)
         ]
-
-    def distributions(self, request_id: str) -> None:
-        """None: what is copied is not drawn from a distribution."""
-        del request_id
-        return None
-
-    def observe(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Nothing to learn: the tokens accepted are read off the sequence."""
 
     def forget(self, request_id: str) -> None:
         """Free the index of a request; unknown ids are fine."""

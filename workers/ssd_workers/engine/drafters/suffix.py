@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssd_integrations.errors import InvalidRequestError
-from ssd_workers.engine.drafters.base import DraftView
+from ssd_workers.engine.drafters.base import CopyingDrafter, DraftView
 from ssd_workers.engine.drafters.suffix_store import SuffixStore
 from ssd_workers.engine.drafters.suffix_tree import Node, SuffixTree, edge_length
 
@@ -27,7 +27,7 @@ class _Running:
     tree: SuffixTree
 
 
-class SuffixDrafter:
+class SuffixDrafter(CopyingDrafter):
     """Drafts what earlier text makes likely; needs no model, and learns while it works.
 
     Two kinds of :class:`SuffixTree` are looked up: one per running request (prompt and output),
@@ -125,14 +125,6 @@ class SuffixDrafter:
             self._propose_one(sequence, limit)
             for sequence, limit in zip(sequences, max_tokens, strict=True)
         ]
-
-    def distributions(self, request_id: str) -> None:
-        """None: what is copied is not drawn from a distribution."""
-        del request_id
-        return None
-
-    def observe(self, request_id: str, proposed: int, accepted: int) -> None:
-        """Nothing to learn: the tokens accepted are read off the sequence."""
 
     def forget(self, request_id: str) -> None:
         """Free the request's own tree and remember its output; unknown ids are fine."""

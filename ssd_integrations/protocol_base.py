@@ -1,0 +1,34 @@
+"""What every message of the contract is made from. Import the messages from protocol.py."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ssd_integrations.errors import MalformedMessageError
+from ssd_integrations.validation import describe_validation_error
+
+MAX_LOGPROBS = 20
+
+
+class WireMessage(BaseModel):
+    """A frozen JSON message; unknown fields are an error, not a shrug."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def from_json(cls, data: str | bytes) -> Self:
+        """Parse a message from the wire.
+
+        Raises:
+          MalformedMessageError: not JSON, unknown fields, or values out of bounds.
+        """
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise MalformedMessageError(describe_validation_error(cls.__name__, error)) from error
+
+    def to_json(self) -> str:
+        """This message as a JSON string."""
+        return self.model_dump_json()
