@@ -61,6 +61,8 @@ def test_what_is_fused(
 ) -> None:
     kinds = check_against_unfused(make_tiny_model(tmp_path / "model", arch), monkeypatch)
     expected = {"FusedRMSNorm": norms, "FusedFeedForward": layers, "FusedAttention": layers}
+    if arch != "gemma3":  # whose layers have four norms
+        expected["FusedDecoderLayer"] = layers
     assert kinds == {name: count for name, count in expected.items() if count}
 
 
@@ -82,7 +84,7 @@ def test_other_models_keep_what_is_theirs(
     settings = config(
         vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, pad_token_id=0,
-        eos_token_id=2, bos_token_id=None,
+        eos_token_id=2, bos_token_id=None, residual_multiplier=0.3,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")

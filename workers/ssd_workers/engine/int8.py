@@ -77,6 +77,14 @@ class Int8Linear(nn.Module):
         by_rows(kernels.dequantize, self.out_features, (y.numpy(), scale), self.bias)
         return y
 
+    def added(self, x: torch.Tensor, rows: torch.Tensor, scale: Floats) -> torch.Tensor:
+        """``x [rows, out]`` plus what :meth:`from_quantized` returns."""
+        y = self.weight_packed.product(rows)
+        out = torch.empty_like(x)
+        arrays = (x.numpy(), y.numpy(), scale, out.numpy())
+        by_rows(kernels.add_product, self.out_features, arrays, self.bias)
+        return out
+
 
 class Int8Fused:
     """Several linear layers with the same input, as one product.

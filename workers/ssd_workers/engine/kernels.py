@@ -162,6 +162,28 @@ def _norm_row(x: Floats, weight: Floats, eps: np.float32, width: int, out: Float
         out[i] = weight[i] * (x[i] * factor)
 
 
+@_with_sums
+def norm_quantize(x: Floats, out: Bytes, scale: Floats, weight: Floats, eps: np.float32) -> None:
+    """:func:`rms_norm` of ``x [R, n]``, quantised to ``out [R, n]`` and ``scale [R]``."""
+    row = np.empty(x.shape[1], np.float32)
+    for r in range(x.shape[0]):
+        _norm_row(x[r], weight, eps, x.shape[1], row)
+        scale[r] = _quantize_row(row, out[r])
+
+
+@_exactly
+def add_product(x: Floats, y: Floats, scale: Floats, out: Floats, bias: Floats) -> None:
+    """``out = x + (scale * y + bias)``, rows ``[R, n]`` with ``scale [R]``; no bias if empty."""
+    for r in range(x.shape[0]):
+        factor = scale[r]
+        if bias.shape[0] == 0:
+            for i in range(x.shape[1]):
+                out[r, i] = x[r, i] + y[r, i] * factor
+        else:
+            for i in range(x.shape[1]):
+                out[r, i] = x[r, i] + (y[r, i] * factor + bias[i])
+
+
 @_exactly
 def gate(
     y: Floats, scale: Floats, out: Bytes, out_scale: Floats, linear: np.float32, cubic: np.float32

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.attention import Grouping, PackedStep, rows_are_exact
 from ssd_workers.engine.config import AttnImplementation
-from ssd_workers.engine.fused_layers import Recorder, fuse_layers
+from ssd_workers.engine.fusion import Recorder, fuse_layers
 from ssd_workers.engine.kv_cache import SequenceCache, Span
 from ssd_workers.engine.step_cost import StepCost
 
