@@ -1,0 +1,154 @@
+"""Keys and values of many sequences in common buffers, so that one operation serves them all."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ssd_workers.engine.kv_cache import SequenceCache
+
+MIN_CAPACITY = 256
+"""Capacities are this many positions times a power of two."""
+
+
+class SlotPool:
+    """For each layer two buffers ``[slots, kv_heads, capacity + 1, head_dim]``.
+
+    A sequence has a slot as long as its :class:`SlotCache` lives. The one position beyond the
+    capacity is scratch: padding rows write there, and nobody reads it. Buffers come with a layer's
+    first keys, and only ever grow, by doubling.
+
+    Parameters:
+      num_layers: of the model.
+      num_slots: sequences that there is room for at first; rounded up to a power of two.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int) -> None:
+        self.keys: list[torch.Tensor | None] = [None] * num_layers
+        self.values: list[torch.Tensor | None] = [None] * num_layers
+        self.num_slots = power_of_two(num_slots)
+        self.capacity = MIN_CAPACITY
+        self.version = 0  # another one when buffers were replaced
+        # Weak, so that a slot is free as soon as nobody can use it any more.
+        self._owners: dict[int, weakref.ref[SlotCache]] = {}
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether every layer has its buffers."""
+        return all(buffer is not None for buffer in (*self.keys, *self.values))
+
+    def acquire(self, cache: SlotCache) -> int:
+        """The lowest free slot, cleared; makes more slots if all are taken."""
+        live = self._live()
+        slot = next(i for i in range(len(live) + 1) if i not in live)
+        self._reserve(slot + 1, self.capacity)
+        self._clear(slot)
+        self._owners[slot] = weakref.ref(cache)
+        return slot
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` positions in every slot."""
+        self._reserve(self.num_slots, MIN_CAPACITY * power_of_two(-(-length // MIN_CAPACITY)))
+
+    def close_gaps(self) -> None:
+        """Move sequences to lower slots if that halves the slots a step has to cover."""
+        live = self._live()
+        covered = power_of_two(len(live))
+        free = (slot for slot in range(covered) if slot not in live)
+        for slot, cache in sorted(live.items()):
+            if slot >= covered:
+                self._move(cache, next(free))
+
+    def put(
+        self, slot: int, layer: int, start: int, new: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Write keys and values ``[kv_heads, rows, head_dim]`` from position ``start`` on."""
+        for buffers, rows in zip((self.keys, self.values), new, strict=True):
+            end = start + rows.shape[1]
+            self.reserve(end)
+            buffer = buffers[layer]
+            if buffer is None:
+                buffer = buffers[layer] = _zeros_like(
+                    rows, (self.num_slots, rows.shape[0], self.capacity + 1, rows.shape[2])
+                )
+            buffer[slot, :, start:end] = rows
+
+    def _live(self) -> dict[int, SlotCache]:
+        found = {slot: owner() for slot, owner in self._owners.items()}
+        return {slot: cache for slot, cache in found.items() if cache is not None}
+
+    def _reserve(self, num_slots: int, capacity: int) -> None:
+        num_slots = max(self.num_slots, power_of_two(num_slots))
+        capacity = max(self.capacity, capacity)
+        if (num_slots, capacity) == (self.num_slots, self.capacity):
+            return
+        held = self.capacity
+        for buffers in (self.keys, self.values):
+            for layer, old in enumerate(buffers):
+                if old is not None:
+                    # One layer at a time, so that little is held twice.
+                    new = _zeros_like(old, (num_slots, old.shape[1], capacity + 1, old.shape[3]))
+                    new[: self.num_slots, :, :held] = old[:, :, :held]
+                    buffers[layer] = new
+                    del old
+        self.num_slots, self.capacity = num_slots, capacity
+        self.version += 1
+
+    def _clear(self, slot: int) -> None:
+        """Whatever an earlier sequence left: were it not finite, a weight of 0 would not mask it."""
+        for buffer in (*self.keys, *self.values):
+            if buffer is not None:
+                buffer[slot].zero_()
+
+    def _move(self, cache: SlotCache, slot: int) -> None:
+        self._clear(slot)
+        for buffer in (*self.keys, *self.values):
+            if buffer is not None:
+                buffer[slot, :, : cache.length] = buffer[cache.slot, :, : cache.length]
+        del self._owners[cache.slot]
+        self._owners[slot] = weakref.ref(cache)
+        cache.slot = slot
+
+
+class SlotCache(SequenceCache):
+    """One sequence's slot of a pool; the slot may change between steps.
+
+    Parameters:
+      pool: where keys and values are.
+      expected_length: positions to make room for at once.
+    """
+
+    def __init__(self, pool: SlotPool, expected_length: int = 0) -> None:
+        super().__init__()
+        self._pool = pool
+        pool.reserve(expected_length)
+        self.slot = pool.acquire(self)
+
+    @property
+    def nbytes(self) -> int:
+        buffers = (*self._pool.keys, *self._pool.values)
+        return sum(buffer[self.slot].nbytes for buffer in buffers if buffer is not None)
+
+    def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._pool.put(self.slot, layer, start, (keys, values))
+
+    def read(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        assert keys is not None  # written earlier in the same step
+        assert values is not None
+        return keys[self.slot, :, start:end], values[self.slot, :, start:end]
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is no less than ``n``; 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@torch.inference_mode(False)
+def _zeros_like(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A buffer of ``shape`` that may be written in and out of inference mode.
+
+    Zeros, not empty: masked positions get a weight of exactly 0, and 0 * NaN is NaN.
+    """
+    return torch.zeros(shape, dtype=like.dtype, device=like.device)
