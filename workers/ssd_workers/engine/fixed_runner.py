@@ -31,8 +31,6 @@ MAX_STEP_ROWS = 512
 
 # Buffers for more sequences are made when there are more.
 _INITIAL_SLOTS = 8
-# Ten powers of two of slots and twenty of keys at most, for each of the rows.
-_MAX_BUCKETS = 10 * 20 * len(ROW_BUCKETS)
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ def make_runner(
         if decode_step == "graphs":
             return GraphSteps(step, device, CudaRecorder(device))
         if decode_step == "compile":
-            return CompiledSteps(step, device, _MAX_BUCKETS)
+            return CompiledSteps(step, device)
         return EagerSteps(step, device)
 
     if decode_step == "eager":

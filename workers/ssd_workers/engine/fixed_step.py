@@ -7,7 +7,7 @@ the same operations serve sequences of any length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ class FixedStep(Cache):  # type: ignore[misc]
 
     def __init__(
         self,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        keys: Mapping[int, torch.Tensor],
+        values: Mapping[int, torch.Tensor],
         positions: torch.Tensor,
         write_at: torch.Tensor,
         num_keys: int,

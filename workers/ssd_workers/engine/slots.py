@@ -25,8 +25,9 @@ class SlotPool:
     """
 
     def __init__(self, num_layers: int, num_slots: int) -> None:
-        self.keys: list[torch.Tensor | None] = [None] * num_layers
-        self.values: list[torch.Tensor | None] = [None] * num_layers
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self._num_layers = num_layers
         self.num_slots = power_of_two(num_slots)
         self.capacity = MIN_CAPACITY
         self.version = 0  # another one when buffers were replaced
@@ -36,7 +37,7 @@ class SlotPool:
     @property
     def is_allocated(self) -> bool:
         """Whether every layer has its buffers."""
-        return all(buffer is not None for buffer in (*self.keys, *self.values))
+        return len(self.values) == self._num_layers
 
     def acquire(self, cache: SlotCache) -> int:
         """The lowest free slot, cleared; makes more slots if all are taken."""
@@ -67,12 +68,13 @@ class SlotPool:
         for buffers, rows in zip((self.keys, self.values), new, strict=True):
             end = start + rows.shape[1]
             self.reserve(end)
-            buffer = buffers[layer]
-            if buffer is None:
-                buffer = buffers[layer] = _zeros_like(
-                    rows, (self.num_slots, rows.shape[0], self.capacity + 1, rows.shape[2])
-                )
-            buffer[slot, :, start:end] = rows
+            if layer not in buffers:
+                shape = self.num_slots, rows.shape[0], self.capacity + 1, rows.shape[2]
+                buffers[layer] = _zeros_like(rows, shape)
+            buffers[layer][slot, :, start:end] = rows
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [*self.keys.values(), *self.values.values()]
 
     def _live(self) -> dict[int, SlotCache]:
         found = {slot: owner() for slot, owner in self._owners.items()}
@@ -83,29 +85,25 @@ class SlotPool:
         capacity = max(self.capacity, capacity)
         if (num_slots, capacity) == (self.num_slots, self.capacity):
             return
+        self.version += 1
         held = self.capacity
         for buffers in (self.keys, self.values):
-            for layer, old in enumerate(buffers):
-                if old is not None:
-                    # One layer at a time, so that little is held twice.
-                    new = _zeros_like(old, (num_slots, old.shape[1], capacity + 1, old.shape[3]))
-                    new[: self.num_slots, :, :held] = old[:, :, :held]
-                    buffers[layer] = new
-                    del old
+            for layer in buffers:  # one at a time, so that little is held twice
+                old = buffers[layer]
+                new = _zeros_like(old, (num_slots, old.shape[1], capacity + 1, old.shape[3]))
+                new[: old.shape[0], :, :held] = old[:, :, :held]
+                buffers[layer] = new
         self.num_slots, self.capacity = num_slots, capacity
-        self.version += 1
 
     def _clear(self, slot: int) -> None:
-        """Whatever an earlier sequence left: were it not finite, a weight of 0 would not mask it."""
-        for buffer in (*self.keys, *self.values):
-            if buffer is not None:
-                buffer[slot].zero_()
+        """Leftovers of an earlier sequence: if not finite, a weight of 0 would not mask them."""
+        for buffer in self._buffers():
+            buffer[slot].zero_()
 
     def _move(self, cache: SlotCache, slot: int) -> None:
         self._clear(slot)
-        for buffer in (*self.keys, *self.values):
-            if buffer is not None:
-                buffer[slot, :, : cache.length] = buffer[cache.slot, :, : cache.length]
+        for buffer in self._buffers():
+            buffer[slot, :, : cache.length] = buffer[cache.slot, :, : cache.length]
         del self._owners[cache.slot]
         self._owners[slot] = weakref.ref(cache)
         cache.slot = slot
@@ -127,16 +125,14 @@ class SlotCache(SequenceCache):
 
     @property
     def nbytes(self) -> int:
-        buffers = (*self._pool.keys, *self._pool.values)
-        return sum(buffer[self.slot].nbytes for buffer in buffers if buffer is not None)
+        buffers = (*self._pool.keys.values(), *self._pool.values.values())
+        return sum(buffer[self.slot].nbytes for buffer in buffers)
 
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._pool.put(self.slot, layer, start, (keys, values))
 
     def read(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        assert keys is not None  # written earlier in the same step
-        assert values is not None
         return keys[self.slot, :, start:end], values[self.slot, :, start:end]
 
 

@@ -12,6 +12,9 @@ StepFunction = Callable[[torch.Tensor, int], torch.Tensor]
 """``inputs [3, slots, rows]`` on the device and a number of keys, to logits [slots*rows, vocab]."""
 
 
+_MAX_COMPILATIONS = 10_000
+
+
 class StepExecutor(Protocol):
     """Runs a step function; what it returns is valid until the next run."""
 
@@ -42,20 +45,27 @@ class CompiledSteps:
     Parameters:
       step: what is compiled, as one graph without a way back to Python.
       device: where it runs.
-      max_buckets: how many shapes there may be.
     """
 
-    def __init__(self, step: StepFunction, device: torch.device, max_buckets: int) -> None:
+    def __init__(self, step: StepFunction, device: torch.device) -> None:
         self._device = device
-        self._compiled = torch.compile(
-            step, fullgraph=True, dynamic=False, recompile_limit=max_buckets
-        )
+        self._compiled: StepFunction = torch.compile(step, fullgraph=True, dynamic=False)
+        self._prepared: set[tuple[torch.Size, int]] = set()
 
     def run(self, inputs: torch.Tensor, num_keys: int) -> torch.Tensor:
-        return self._compiled(inputs.to(self._device), num_keys)
+        on_device, bucket = inputs.to(self._device), (inputs.shape, num_keys)
+        if bucket in self._prepared:
+            return self._compiled(on_device, num_keys)
+        # torch gives up at the ninth shape, taking it for an accident.
+        with torch._dynamo.config.patch(
+            recompile_limit=_MAX_COMPILATIONS, accumulated_recompile_limit=_MAX_COMPILATIONS
+        ):
+            logits = self._compiled(on_device, num_keys)
+        self._prepared.add(bucket)
+        return logits
 
     def reset(self) -> None:
-        pass  # its guards see other buffers
+        self._prepared.clear()
 
 
 class Recorder(Protocol):
@@ -122,7 +132,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], object]) -> Callable[[], None]:
