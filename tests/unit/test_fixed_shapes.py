@@ -23,6 +23,7 @@ from ssd_integrations.protocol import (
     build_request,
     build_sampling,
 )
+from ssd_workers.engine.attention import ATTENTION_NAME
 from ssd_workers.engine.config import DecodeStep, build_engine_config
 from ssd_workers.engine.drafters.model import ModelDrafter
 from ssd_workers.engine.drafters.selection import DrafterSelection

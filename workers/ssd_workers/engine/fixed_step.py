@@ -42,7 +42,7 @@ class FixedStep(Cache):  # type: ignore[misc]
         self._write_at = write_at
         self._num_keys = num_keys
         self._slots = torch.arange(positions.shape[0], device=positions.device)[:, None]
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
     def update(
         self,
@@ -72,9 +72,10 @@ class FixedStep(Cache):  # type: ignore[misc]
         keys = self._keys[layer][:slots, :, : self._num_keys]
         values = self._values[layer][:slots, :, : self._num_keys]
         kv_heads = keys.shape[1]
+        per_kv = heads // kv_heads
         # Query heads that share a key head become rows of one head: every kernel takes that.
-        folded = query.reshape(slots, kv_heads, heads // kv_heads * rows, dim)
-        mask = self._mask(window, query.dtype).repeat(1, 1, heads // kv_heads, 1)
+        folded = query.reshape(slots, kv_heads, per_kv * rows, dim)
+        mask = self._mask(window, per_kv, query.dtype)
         if softcap is None:
             out = nn.functional.scaled_dot_product_attention(
                 folded, keys, values, attn_mask=mask, scale=scaling
@@ -86,9 +87,9 @@ class FixedStep(Cache):  # type: ignore[misc]
             out = torch.matmul(weights, values)
         return out.reshape(slots, heads, rows, -1).transpose(1, 2)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """``[slots, 1, rows, num_keys]``: 0, or -inf for keys a row must not see."""
-        mask = self._masks.get(window)
+    def _mask(self, window: int | None, per_kv: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[slots, 1, per_kv * rows, num_keys]``: 0, or -inf for keys a row must not see."""
+        mask = self._masks.get((window, per_kv))
         if mask is None:
             at = self._positions[:, None, :, None]
             keys = torch.arange(self._num_keys, device=at.device)
@@ -96,5 +97,6 @@ class FixedStep(Cache):  # type: ignore[misc]
             if window is not None:
                 invalid = invalid | (keys <= at - window)
             mask = torch.zeros(invalid.shape, dtype=dtype, device=at.device)
-            mask = self._masks[window] = mask.masked_fill(invalid, -torch.inf)
+            mask = mask.masked_fill(invalid, -torch.inf).repeat(1, 1, per_kv, 1)
+            self._masks[window, per_kv] = mask
         return mask
