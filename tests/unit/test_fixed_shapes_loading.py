@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,18 @@ def test_the_option_reaches_target_and_draft(tmp_path: Path) -> None:
         assert fixed_runner(model)._pool.num_slots == 2
     expected = backend_texts(path, draft_model=str(path))
     assert backend_texts(path, draft_model=str(path), decode_step="static") == expected
+
+
+def test_memory_is_free_as_soon_as_the_runner_is(tmp_path: Path) -> None:
+    runner = fixed_runner(recorded(load_tiny(make_tiny_model(tmp_path))))
+    runner.warm_up()
+    weights = weakref.ref(runner.model)
+    gc.disable()
+    try:
+        del runner
+        assert weights() is None
+    finally:
+        gc.enable()
 
 
 def exact_on(device: str, decode_step: DecodeStep, path: Path, dtype: str = "float32") -> None:

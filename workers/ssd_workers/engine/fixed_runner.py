@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ssd_integrations.errors import InvalidRequestError, UnsupportedModelError
+from ssd_integrations.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from ssd_workers.engine.config import AttnImplementation, DecodeStep
 from ssd_workers.engine.fixed_step import FixedStep
 from ssd_workers.engine.placement import Placement
@@ -64,9 +64,15 @@ class FixedShapeRunner(ModelRunner):
         super().__init__(model, device, attention)
         # With a padding token some models look for it in the input, which waits for the device.
         model.config.get_text_config(decoder=True).pad_token_id = None
-        self._pool = SlotPool(self.num_layers, min(max_num_seqs, _INITIAL_SLOTS))
-        self._executor = make_executor(self._step, device)
-        self._version = self._pool.version
+        pool = SlotPool(self.num_layers, min(max_num_seqs, _INITIAL_SLOTS))
+
+        # Not a method: a cycle through the runner would keep its memory until it is collected.
+        def step(inputs: torch.Tensor, num_keys: int) -> torch.Tensor:
+            return _step(model, pool, inputs, num_keys)
+
+        self._pool = pool
+        self._executor = make_executor(step, device)
+        self._version = pool.version
 
     def new_cache(self, expected_length: int = 0) -> SlotCache:
         """A slot of the common buffers, with room for ``expected_length`` positions at first."""
@@ -104,13 +110,22 @@ class FixedShapeRunner(ModelRunner):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Prepare every bucket of as many sequences and keys as there is room for now."""
+        """Prepare the buckets of the fewest keys, up to the sequences that there is room for now.
+
+        Raises:
+          ModelLoadError: they do not fit the device's memory.
+        """
         slots = 1
-        while slots <= self._pool.num_slots:
-            for rows in ROW_BUCKETS:
-                if slots * rows <= MAX_STEP_ROWS:
+        try:
+            while slots <= self._pool.num_slots:
+                for rows in ROW_BUCKETS:
                     self._run_padding(Bucket(slots, rows, MIN_CAPACITY))
-            slots *= 2
+                slots *= 2
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(
+                f"Steps of {slots} sequences do not fit the memory of {self.device}: {error}",
+                remedy="Use a smaller max_num_seqs, or decode_step='eager'.",
+            ) from error
 
     def _bucket(self, blocks: Sequence[RowBlock], caches: Sequence[SlotCache]) -> Bucket | None:
         """The smallest shape that holds ``blocks``; None if it is too large."""
@@ -161,14 +176,15 @@ class FixedShapeRunner(ModelRunner):
             self._version = self._pool.version
         return self._executor.run(torch.tensor(inputs), bucket.keys)
 
-    def _step(self, inputs: torch.Tensor, num_keys: int) -> torch.Tensor:
-        ids, positions, write_at = inputs.unbind(0)
-        step = FixedStep(self._pool.keys, self._pool.values, positions, write_at, num_keys)
-        output = self.model(
-            input_ids=ids, position_ids=positions, cache=step, use_cache=True, ssd_step=step
-        )
-        logits: torch.Tensor = output.logits
-        return logits.flatten(0, 1)
+
+def _step(
+    model: PreTrainedModel, pool: SlotPool, inputs: torch.Tensor, num_keys: int
+) -> torch.Tensor:
+    ids, positions, write_at = inputs.unbind(0)
+    step = FixedStep(pool.keys, pool.values, positions, write_at, num_keys)
+    output = model(input_ids=ids, position_ids=positions, cache=step, use_cache=True, ssd_step=step)
+    logits: torch.Tensor = output.logits
+    return logits.flatten(0, 1)
 
 
 def _slot_cache(block: RowBlock) -> SlotCache:
