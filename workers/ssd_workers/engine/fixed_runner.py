@@ -102,9 +102,10 @@ class FixedShapeRunner(ModelRunner):
         try:
             self._run_padding(Bucket(1, 1, MIN_CAPACITY))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            reason = str(error).strip() or type(error).__name__
             raise UnsupportedModelError(
                 f"Model {name!r} ({type(self.model).__name__}) cannot be decoded in steps of "
-                f"fixed shapes: {str(error).strip().splitlines()[0]}",
+                f"fixed shapes: {reason.splitlines()[0]}",
                 remedy="Use decode_step='eager'.",
             ) from error
 
@@ -128,7 +129,10 @@ class FixedShapeRunner(ModelRunner):
             ) from error
 
     def _bucket(self, blocks: Sequence[RowBlock], caches: Sequence[SlotCache]) -> Bucket | None:
-        """The smallest shape that holds ``blocks``; None if it is too large."""
+        """The smallest shape that holds ``blocks``; None if it is too large.
+
+        Makes room for the new rows, and moves sequences together where that makes it smaller.
+        """
         longest = max(block.cache.length + len(block.token_ids) for block in blocks)
         self._pool.reserve(longest)
         if power_of_two(1 + max(cache.slot for cache in caches)) > power_of_two(len(caches)):
