@@ -3,6 +3,7 @@
 #
 #   bash benchmarks/gpu.sh                       one GPU, a model of a billion random weights
 #   bash benchmarks/gpu.sh --attention sdpa      the same with torch's fused attention
+#   bash benchmarks/gpu.sh --step graphs         the same with CUDA graphs (or static, compile)
 #   bash benchmarks/gpu.sh --device cpu --quick  a tiny model, to try the script
 #
 # Needs this repository and a Python with torch and transformers (PYTHON=..., default python3). It

@@ -1,12 +1,14 @@
 """Exactness and speed of speculation on a device, with models of its own; see gpu.sh.
 
-    bash benchmarks/gpu.sh [--device cuda] [--quick] [--attention packed|sdpa] [--json FILE]
+    bash benchmarks/gpu.sh [--device cuda] [--quick] [--attention packed|sdpa]
+                           [--step eager|static|graphs|compile] [--json FILE]
 
 First every request is decoded without drafts, alone; then with both drafters, alone and in a batch
 of eight. The tokens must be the same. Where they are not, the speculative text is fed through the
 model token by token, and each of its tokens must be the best one there up to the rounding of the
-precision (TIE). Then the modes take turns to be timed. Ends with a table, a line of JSON, and exit
-code 1 if a text was not exact.
+precision (TIE). The plain text of steps of fixed shapes (--step) is checked that way too, by eager
+steps. Then the modes take turns to be timed. Ends with a table, a line of JSON, and exit code 1 if
+a text was not exact.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import transformers
 from benchmarks.gpu_models import FULL, QUICK, Size
 from benchmarks.gpu_requests import BATCH, Answer, Bench
 from ssd_integrations.protocol import SamplingParams, SpeculationMode
-from ssd_workers.engine.config import AttnImplementation
+from ssd_workers.engine.config import AttnImplementation, DecodeStep
+from ssd_workers.engine.fixed_runner import make_runner
 from ssd_workers.engine.noise import gumbel_noise
 from ssd_workers.engine.runner import ModelRunner, RowBlock
 
@@ -66,6 +69,10 @@ class Check(Bench):
         """Compare every way to decode with the plain one; fills ``faults``."""
         for sampling in (GREEDY, SEEDED):
             plain = self.run_each("off", sampling)
+            if self.step != "eager" and sampling is GREEDY:
+                for i, answer in enumerate(plain):
+                    if fault := self._replay(i, answer.tokens, sampling):
+                        self.faults.append(f"plain {self.step} steps, prompt {i}: {fault}")
             for mode in MODES:
                 batch = self.run(list(range(BATCH)), mode, sampling, adaptive=False)
                 self._compare(f"{mode}, batch {BATCH}", sampling, plain, batch)
@@ -133,14 +140,21 @@ class Check(Bench):
         }
 
     def forwards(self) -> dict[str, dict[str, float]]:
-        """Milliseconds of a forward of one and of nine rows, by attention and context."""
+        """Milliseconds of a forward of one and of nine rows, by kind of step and context."""
         found = {}
-        kinds: tuple[AttnImplementation, ...] = ("packed", "sdpa")
-        for attention in kinds:
-            runner = ModelRunner(self.target.runner.model, self.target.device, attention)
+        kinds: list[tuple[str, AttnImplementation, DecodeStep]] = [
+            ("eager, packed", "packed", "eager"),
+            ("eager, sdpa", "sdpa", "eager"),
+            ("static", "packed", "static"),
+        ]
+        # A compilation for each of the shapes would take longer than all the rest.
+        if self.target.device.type == "cuda":
+            kinds.append(("graphs", "packed", "graphs"))
+        for name, attention, step in kinds:
+            runner = make_runner(self.target.runner.model, self.target.device, attention, step, 1)
             for context in self.size.contexts:
                 seconds = {rows: _forward_seconds(runner, context, rows) for rows in (1, 9)}
-                found[f"{attention}, context {context}"] = {
+                found[f"{name}, context {context}"] = {
                     "one_row_ms": 1e3 * seconds[1],
                     "nine_rows_ms": 1e3 * seconds[9],
                     "ratio": seconds[9] / seconds[1],
@@ -193,6 +207,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu... (default cuda)")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--attention", choices=["packed", "sdpa"], default="packed")
+    parser.add_argument("--step", choices=["eager", "static", "graphs", "compile"], default="eager")
     parser.add_argument("--quick", action="store_true", help="a tiny model, for trying this out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
@@ -217,6 +232,7 @@ def main() -> int:
         "device": _device_name(device),
         "dtype": check.target.dtype,
         "attention": check.attention,
+        "decode_step": check.step,
         "parameters": parameters,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -232,7 +248,10 @@ def main() -> int:
         "seconds": {"build": built, "exactness": checked - built,
                     "total": time.monotonic() - started},
     }  # fmt: skip
-    kind = f"{report['dtype']}, attention {report['attention']}, torch {report['torch']}"
+    kind = (
+        f"{report['dtype']}, attention {report['attention']}, {check.step} steps, "
+        f"torch {report['torch']}"
+    )
     print(f"{report['device']}, {parameters / 1e6:,.0f} M random weights, {kind}\n")
     print(_table("mode", rates), "\n")
     print(_table("forward", forwards), "\n")

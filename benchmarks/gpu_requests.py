@@ -23,7 +23,7 @@ from ssd_integrations.protocol import (
     SpeculationParams,
     is_terminal,
 )
-from ssd_workers.engine.config import AttnImplementation, DType, build_engine_config
+from ssd_workers.engine.config import AttnImplementation, DecodeStep, DType, build_engine_config
 from ssd_workers.engine.loading import LoadedModel, load_model
 from ssd_workers.engine.service import EngineService
 from ssd_workers.models.store import resolve_model
@@ -43,11 +43,13 @@ class Answer:
 
 
 class Bench:
-    """One run: an engine for the requests, and the same target alone for what is under it."""
+    """One run: an engine for the requests, and the same target alone, in eager steps, for what is
+    under it."""
 
     def __init__(self, args: argparse.Namespace, size: Size, folder: Path) -> None:
         self.size = size
         self.attention = cast(AttnImplementation, args.attention)
+        self.step = cast(DecodeStep, args.step)
         dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
         target, draft = build_models(folder, size, getattr(torch, dtype), args.device)
         self.name = str(target)
@@ -62,6 +64,7 @@ class Bench:
             device=args.device,
             max_num_seqs=BATCH,
             attn_implementation=self.attention,
+            decode_step=self.step,
         )
         self.service = EngineService(config)
         self.service.start()

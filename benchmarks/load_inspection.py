@@ -11,17 +11,18 @@ import torch
 
 from ssd_integrations.protocol import GenerationRequest
 from ssd_workers.engine.drafters.suffix_tree import SuffixTree
-from ssd_workers.engine.kv_cache import SequenceCache
+from ssd_workers.engine.kv_cache import GrowingCache
 from ssd_workers.engine.logit_rules import TokenHistory, adjust_logits
 from ssd_workers.engine.noise import gumbel_noise
 from ssd_workers.engine.runner import RowBlock
 from ssd_workers.engine.sampling import process_logits
 from ssd_workers.engine.sequence import Sequence
 from ssd_workers.engine.service import EngineService
+from ssd_workers.engine.slots import SlotCache
 
 NEAR_TIE = 1e-3
 # Nothing of these outlives its request, wherever a reference may hide.
-_KINDS = (Sequence, SequenceCache, TokenHistory, SuffixTree)
+_KINDS = (Sequence, GrowingCache, SlotCache, TokenHistory, SuffixTree)
 
 
 def limit_suffix_memory(service: EngineService, max_tokens: int) -> None:

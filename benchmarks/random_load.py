@@ -215,6 +215,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--attention", default="packed", choices=["packed", "sdpa"])
+    parser.add_argument("--step", default="eager", choices=["eager", "static", "graphs", "compile"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check-texts", type=int, default=10, help="texts compared in each phase")
     parser.add_argument("--max-growth-mib", type=float, default=6.0)
@@ -236,7 +237,7 @@ def main() -> int:
         options: dict[str, Any] = {"draft_model": draft} if draft else {}
         backend = LocalBackend(
             model=model, dtype=args.dtype, device=args.device, attn_implementation=args.attention,
-            max_model_len=512, **options,
+            decode_step=args.step, max_model_len=512, **options,
         )  # fmt: skip
         try:
             load = Load(

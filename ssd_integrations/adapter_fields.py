@@ -44,6 +44,7 @@ ENGINE_OPTIONS = (
     "device_map",
     "quantization",
     "attn_implementation",
+    "decode_step",
     "max_num_seqs",
     "max_model_len",
     "num_threads",
@@ -153,6 +154,9 @@ class AdapterFields(BaseModel):
     )
     attn_implementation: str | None = Field(
         default=None, description="packed or sdpa (in process only)."
+    )
+    decode_step: str | None = Field(
+        default=None, description="eager, static, graphs or compile (in process only)."
     )
     max_num_seqs: int | None = Field(
         default=None, description="Requests decoded together (in process only)."

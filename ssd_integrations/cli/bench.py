@@ -99,6 +99,7 @@ def bench(
     draft_model: opt.DraftModel = None,
     dtype: opt.DTypeOption = None,
     device: opt.Device = None,
+    decode_step: opt.DecodeStep = None,
     num_draft_tokens: opt.NumDraftTokens = None,
     num_threads: Threads = None,
     json_file: JSONFile = None,
@@ -122,9 +123,9 @@ def bench(
         with usage_errors():
             options, items = _checked(
                 modes=modes, suite=suite, limit=limit, concurrency=concurrency, model=model,
-                draft_model=draft_model, dtype=dtype, device=device, quality=quality,
-                num_draft_tokens=num_draft_tokens, num_threads=num_threads, json_file=json_file,
-                chart=chart,
+                draft_model=draft_model, dtype=dtype, device=device, decode_step=decode_step,
+                quality=quality, num_draft_tokens=num_draft_tokens, num_threads=num_threads,
+                json_file=json_file, chart=chart,
             )  # fmt: skip
         what = {"suite": suite, "limit": limit, "rounds": rounds, "max_tokens": max_tokens}
         report = _measure(options, items, what, want_quality=quality)

@@ -117,6 +117,15 @@ AttnImplementation = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+DecodeStep = Annotated[
+    str | None,
+    typer.Option(
+        metavar="eager|static|graphs|compile",
+        help="Decoding steps of fixed shapes, as CUDA graphs or compiled.",
+        show_default="eager",
+        rich_help_panel=_ENGINE,
+    ),
+]
 SuffixStore = Annotated[
     str | None,
     typer.Option(

@@ -72,6 +72,7 @@ class WorkerOptions:
     device_map: opt.DeviceMap = None
     quantization: opt.Quantization = None
     attn_implementation: opt.AttnImplementation = None
+    decode_step: opt.DecodeStep = None
     suffix_store: opt.SuffixStore = None
     max_num_seqs: MaxNumSeqs = 8
     max_model_len: MaxModelLen = None

@@ -37,12 +37,18 @@ def run_script(*options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["packed", "sdpa"])
-def test_script_on_a_cpu(attention: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("attention", "step"), [("packed", "eager"), ("sdpa", "eager"), ("packed", "static")]
+)
+def test_script_on_a_cpu(attention: str, step: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    report = run_script("--device", "cpu", "--attention", attention, "--json", str(file))
+    report = run_script(
+        "--device", "cpu", "--attention", attention, "--step", step, "--json", str(file)
+    )
     assert report["exact"]
-    assert report["texts_that_part_at_a_tie"] == 0 or attention == "sdpa"
+    assert report["texts_that_part_at_a_tie"] == 0 or (attention, step) != ("packed", "eager")
+    assert report["decode_step"] == step
+    assert {"eager, packed, context 100", "static, context 100"} < set(report["forwards"])
     assert report["tokens_compared"] == 2 * 5 * 8 * 24
     assert {f"{mode}, batch {n}" for mode in ("off", "ngram", "model") for n in (1, 8)} == set(
         report["modes"]
@@ -53,16 +59,18 @@ def test_script_on_a_cpu(attention: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("attention", ["packed", "sdpa"])
-def test_script_on_a_gpu(attention: str) -> None:
-    report = run_script("--device", "cuda", "--attention", attention)
+@pytest.mark.parametrize(
+    ("attention", "step"), [("packed", "eager"), ("sdpa", "eager"), ("packed", "graphs")]
+)
+def test_script_on_a_gpu(attention: str, step: str) -> None:
+    report = run_script("--device", "cuda", "--attention", attention, "--step", step)
     assert report["exact"]
     assert report["dtype"] == "bfloat16"
 
 
 @pytest.fixture
 def check(tmp_path: Path) -> Iterator[Check]:
-    args = argparse.Namespace(device="cpu", dtype="float32", attention="packed")
+    args = argparse.Namespace(device="cpu", dtype="float32", attention="packed", step="eager")
     made = Check(args, QUICK, tmp_path)
     yield made
     made.close()

@@ -228,5 +228,8 @@ def test_device_options_are_checked_and_shared_by_their_content() -> None:
         ChatSSD(attn_implementation="magic")
     with pytest.raises(InvalidRequestError, match="int8"):
         SSDLLM(dtype="int8", device_map="auto")
+    with pytest.raises(InvalidRequestError, match="device_map=auto"):
+        SSDLLM(decode_step="static", device_map="auto")
+    assert ChatSSD(decode_step="graphs")._backend_options() != ChatSSD()._backend_options()
     with pytest.raises(InvalidRequestError, match="device_map cannot be set here"):
         ChatSSD(broker_url="redis://localhost:6379/0", device_map="auto")

@@ -42,6 +42,7 @@ class Options:
     draft_model: str | None = None
     dtype: str | None = None
     device: str | None = None
+    decode_step: str | None = None
     num_threads: int | None = None
     num_draft_tokens: int | None = None
     requests: int = 1
@@ -52,6 +53,7 @@ class Options:
             "draft_model": self.draft_model,
             "dtype": self.dtype,
             "device": self.device,
+            "decode_step": self.decode_step,
             "num_threads": self.num_threads,
             "num_draft_tokens": self.num_draft_tokens,
             "max_num_seqs": max(self.requests, _DEFAULT_SEQUENCES),
@@ -161,6 +163,7 @@ class _Loader:
             "model": self.options.model,
             "model_fingerprint": self.source.fingerprint,
             "draft_model": self.options.draft_model,
+            "decode_step": self.options.decode_step or "eager",
         }
         if "engine" in vars(self):
             (info,) = self.engine.models()

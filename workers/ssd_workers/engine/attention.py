@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache
 from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.attention_kernels import SdpaSpans
 from ssd_workers.engine.config import AttnImplementation
+from ssd_workers.engine.fixed_step import FixedStep
 from ssd_workers.engine.kv_cache import BLOCK, SequenceCache, Span
 
 ATTENTION_NAME = "ssd_packed_rows"
@@ -268,7 +269,7 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    ssd_step: PackedStep | None = None,
+    ssd_step: PackedStep | FixedStep | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention layers call under ``ATTENTION_NAME``."""

@@ -19,6 +19,7 @@ from ssd_integrations.validation import describe_validation_error
 
 DType = Literal["auto", "int8", "float32", "bfloat16", "float16"]
 AttnImplementation = Literal["packed", "sdpa"]
+DecodeStep = Literal["eager", "static", "graphs", "compile"]
 
 _DEVICE_MAP_NAMES = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -34,6 +35,8 @@ class EngineConfig(BaseModel):
     ``quantization`` is an object for transformers' ``quantization_config``, also for the target
     only. Both may be given as JSON text, and are kept as such, so that a config can be a key.
     ``attn_implementation`` is "packed", this engine's own products, or "sdpa", torch's fused ones.
+    ``decode_step`` is "eager", or steps of fixed shapes: "static" runs them one operation after the
+    other, "graphs" as CUDA graphs, "compile" by torch.compile.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -45,6 +48,7 @@ class EngineConfig(BaseModel):
     device_map: str | None = Field(default=None, min_length=1, max_length=100_000)
     quantization: str | None = Field(default=None, min_length=1, max_length=100_000)
     attn_implementation: AttnImplementation = "packed"
+    decode_step: DecodeStep = "eager"
     max_num_seqs: int = Field(default=8, ge=1, le=1024)
     max_model_len: int | None = Field(default=None, ge=8)
     num_draft_tokens: int = Field(default=8, ge=1, le=64)
@@ -86,6 +90,11 @@ class EngineConfig(BaseModel):
                     f"dtype='int8' is this engine's own format and takes no {option}: "
                     "drop one of them"
                 )
+        if self.decode_step != "eager" and (self.device_map is not None or self.dtype == "int8"):
+            other = "dtype='int8'" if self.dtype == "int8" else f"device_map={self.device_map}"
+            raise ValueError(
+                f"decode_step={self.decode_step!r} does not go with {other}: drop one of them"
+            )
         return self
 
     def device_map_for_loading(self) -> str | dict[str, int | str] | None:

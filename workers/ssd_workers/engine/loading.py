@@ -27,7 +27,8 @@ from ssd_integrations.errors import (
 )
 from ssd_workers.engine import int8, int8_cache
 from ssd_workers.engine.attention import ATTENTION_NAME
-from ssd_workers.engine.config import AttnImplementation, DType, EngineConfig
+from ssd_workers.engine.config import AttnImplementation, DecodeStep, DType, EngineConfig
+from ssd_workers.engine.fixed_runner import check_decode_step, make_runner
 from ssd_workers.engine.placement import DeviceMap, Placement, missing_package
 from ssd_workers.engine.quiet import no_foreign_bars
 from ssd_workers.engine.runner import ModelRunner
@@ -77,6 +78,8 @@ def load_engine_models(
         config.device,
         progress,
         attention=config.attn_implementation,
+        decode_step=config.decode_step,
+        max_num_seqs=config.max_num_seqs,
         device_map=config.device_map_for_loading(),
         quantization=config.quantization_for_loading(),
     )
@@ -85,7 +88,13 @@ def load_engine_models(
     # The draft runs at the target's precision: cheaper than float32 and never part of the text.
     dtype = cast(DType, target.dtype)
     draft = load_model(
-        draft_source, dtype, str(target.device), progress, attention=config.attn_implementation
+        draft_source,
+        dtype,
+        str(target.device),
+        progress,
+        attention=config.attn_implementation,
+        decode_step=config.decode_step,
+        max_num_seqs=config.max_num_seqs,
     )
     return target, draft
 
@@ -97,6 +106,8 @@ def load_model(
     progress: Progress,
     *,
     attention: AttnImplementation = "packed",
+    decode_step: DecodeStep = "eager",
+    max_num_seqs: int = 8,
     device_map: DeviceMap | None = None,
     quantization: dict[str, Any] | None = None,
 ) -> LoadedModel:
@@ -108,12 +119,15 @@ def load_model(
       device: where the model goes; with a ``device_map``, where token ids go in is found out.
       progress: told how far it is.
       attention: how rows attend to their keys.
+      decode_step: how decoding steps are run.
+      max_num_seqs: sequences that steps of fixed shapes are prepared for.
       device_map: as transformers takes it, to spread the model over devices.
       quantization: fields of transformers' ``quantization_config``.
 
     Raises:
       UnsupportedModelError: an architecture whose state cannot be rolled back.
-      InvalidRequestError: a dtype, device or quantization that this machine does not have.
+      InvalidRequestError: a dtype, device or quantization that this machine does not have, or a
+        ``decode_step`` that does not go with them.
       MissingExtraError: the quantization needs a package that is not installed.
       ModelLoadError: files are damaged or missing.
     """
@@ -124,6 +138,7 @@ def load_model(
             _choose_device(f"cuda:{place}" if isinstance(place, int) else place)
     placement = Placement(chosen_device, device_map, quantization)
     chosen_dtype = _choose_dtype(dtype, placement, source)
+    check_decode_step(decode_step, placement, chosen_dtype)
     tokenizer = _load_tokenizer(source)
     progress("load model", 0, 1, "models")
     try:
@@ -141,10 +156,12 @@ def load_model(
     text_config = config.get_text_config(decoder=True)
     if device_map is not None:
         chosen_device = model.get_input_embeddings().weight.device
-    runner = ModelRunner(model, chosen_device, attention)
+    runner = make_runner(model, chosen_device, attention, decode_step, max_num_seqs)
     runner.check_supported(source.name)
     if chosen_dtype == "int8":
         runner.fuse_layers()
+    if decode_step == "graphs":  # a compilation takes too long to do what may not be needed
+        runner.warm_up()
     return LoadedModel(
         name=source.name,
         architecture=type(model).__name__,

@@ -13,7 +13,7 @@ from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.attention import Grouping, PackedStep, rows_are_exact
 from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fusion import Recorder, fuse_layers
-from ssd_workers.engine.kv_cache import SequenceCache, Span
+from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span
 from ssd_workers.engine.step_cost import StepCost
 
 
@@ -75,9 +75,12 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def warm_up(self) -> None:
+        """Prepare steps ahead; nothing to do where they are launched one operation at a time."""
+
     def new_cache(self, expected_length: int = 0) -> SequenceCache:
         """An empty cache, sized at first for ``expected_length`` positions."""
-        return SequenceCache(self.num_layers, expected_length)
+        return GrowingCache(self.num_layers, expected_length)
 
     @torch.inference_mode()
     def forward(self, blocks: Sequence[RowBlock]) -> torch.Tensor:
