@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-# How much the previous steps count at each new one: about 50 are remembered.
-_DECAY = 0.98
+# How much the previous steps count at each new one: about 100 are remembered. A row costs about a
+# hundredth of a step, so it takes many to tell its cost from the noise of a busy machine.
+_DECAY = 0.99
+# A step that takes longer than this many times what was expected was held up by something else.
+_LONGEST = 2.0
 
 
 class StepCost:
@@ -25,9 +28,9 @@ class StepCost:
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from one forward. A step slowed down by something else counts as a slow one."""
-        # A stall of seconds (a suspended machine) says nothing about rows.
+        # What holds a step up says nothing about rows; if it goes on, expectations follow.
         expected = self.base + self.per_row * rows
-        self._add(rows, min(seconds, 4.0 * expected))
+        self._add(rows, min(seconds, _LONGEST * expected))
         mean_x, mean_y = self._x / self._w, self._y / self._w
         variance = self._xx / self._w - mean_x**2
         if variance > 0.25:

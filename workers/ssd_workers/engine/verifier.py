@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 
-from ssd_integrations.protocol import TokenLogprob
+from ssd_integrations.protocol import SamplingParams, TokenLogprob
 from ssd_workers.engine.logit_rules import RowRules, adjust_logits
 from ssd_workers.engine.logprobs import token_logprobs
 from ssd_workers.engine.rejection import verify_by_rejection
@@ -51,18 +52,19 @@ def verify(
     if not len(logits):
         return [Verdict(0, [], None) for _ in rows]
     adjusted = adjust_logits(logits, _rules(rows))
-    coupled = _coupled_choices(rows, adjusted)
+    pieces = adjusted.split([r.block.keep for r in rows])
+    coupled = _coupled_choices(rows, adjusted, pieces)
     verdicts, at = [], 0
-    for r in rows:
+    for r, piece in zip(rows, pieces, strict=True):
         part = slice(at, at + r.block.keep)
         at = part.stop
         if r.block.keep == 0:
             verdicts.append(Verdict(0, [], None))
             continue
         if r.sequence.by_rejection:
-            accepted, emitted = _by_rejection(r, adjusted[part])
+            accepted, emitted = _by_rejection(r, piece)
         else:
-            accepted, emitted = accept_drafts(r.draft, coupled[part])
+            accepted, emitted = accept_drafts(r.draft, [next(coupled) for _ in range(len(piece))])
         wanted = r.sequence.sampling.logprobs
         details = None
         if wanted is not None and emitted[-1] >= 0:
@@ -81,16 +83,27 @@ def _rules(rows: list[StepRows]) -> list[RowRules | None]:
     return rules
 
 
-def _coupled_choices(rows: list[StepRows], logits: torch.Tensor) -> list[int]:
-    """The target's token after every kept row; those of rejection sampling are not used."""
-    sampling, seeds, positions = [], [], []
-    for r in rows:
+def _coupled_choices(
+    rows: list[StepRows], logits: torch.Tensor, pieces: Seq[torch.Tensor]
+) -> Iterator[int]:
+    """The target's token after every kept row that the rejection rule does not decide."""
+    sampling: list[SamplingParams] = []
+    seeds: list[int] = []
+    positions: list[int] = []
+    chosen: list[torch.Tensor] = []
+    for r, piece in zip(rows, pieces, strict=True):
+        if r.sequence.by_rejection or not len(piece):
+            continue
         first = len(r.sequence.token_ids)
-        for offset in range(r.block.keep):
-            sampling.append(r.sequence.sampling)
-            seeds.append(r.sequence.seed)
-            positions.append(first + offset)
-    return choose_tokens(logits, sampling, seeds, positions)
+        sampling += [r.sequence.sampling] * len(piece)
+        seeds += [r.sequence.seed] * len(piece)
+        positions += range(first, first + len(piece))
+        chosen.append(piece)
+    if not chosen:
+        return iter(())
+    if len(positions) < len(logits):
+        logits = torch.cat(chosen)
+    return iter(choose_tokens(logits, sampling, seeds, positions))
 
 
 def _by_rejection(rows: StepRows, logits: torch.Tensor) -> tuple[int, list[int]]:
