@@ -20,9 +20,8 @@ from ssd_workers.engine.service import EngineService
 def request(
     service: EngineService, *, prompt: str = "The router", **fields: Any
 ) -> GenerationRequest:
-    sampling = {
-        k: fields.pop(k) for k in ("temperature", "seed", "max_tokens", "stop") if k in fields
-    }
+    options = ("temperature", "seed", "max_tokens", "stop", "logprobs")
+    sampling = {name: fields.pop(name) for name in options if name in fields}
     mode = fields.pop("mode", "auto")
     source = {} if "messages" in fields else {"prompt": prompt}
     return build_request(

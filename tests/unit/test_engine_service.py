@@ -50,6 +50,23 @@ def test_stop_string_across_tokens_is_cut_everywhere(service: EngineService, mod
     assert event.usage.completion_tokens < 40
 
 
+@pytest.mark.parametrize("mode", ["off", "ngram"])
+def test_ids_and_log_probabilities_end_with_the_text(service: EngineService, mode: str) -> None:
+    whole = finish(service, request(service, max_tokens=40, mode="off")).text
+    req = request(service, max_tokens=40, stop=[whole[17:22]], mode=mode, logprobs=2)
+    reader = Reader(service, req)
+    last = reader.until_terminal()
+    assert isinstance(last, FinishedEvent)
+    deltas = [event for event in reader.events if isinstance(event, DeltaEvent)]
+    count = last.usage.completion_tokens
+    assert sum(len(delta.token_ids) for delta in deltas) == count < 40
+    assert sum(len(delta.logprobs or ()) for delta in deltas) == count
+    for delta in deltas:
+        for token_id, scored in zip(delta.token_ids, delta.logprobs or (), strict=True):
+            assert scored.token_id == token_id
+            assert len(scored.top) == 2
+
+
 def test_nothing_after_an_end_token_inside_a_block(roomy_model: Path, tmp_path: Path) -> None:
     """An end token accepted in the middle of a draft ends the text there."""
     from tests.engine_support import Job, NoisyOracle, load_tiny, output_ids, run_batch

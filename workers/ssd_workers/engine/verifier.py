@@ -52,7 +52,7 @@ def verify(
     if not len(logits):
         return [Verdict(0, [], None) for _ in rows]
     adjusted = adjust_logits(logits, _rules(rows))
-    pieces = adjusted.split([r.block.keep for r in rows])
+    pieces = torch.split(adjusted, [r.block.keep for r in rows])
     coupled = _coupled_choices(rows, adjusted, pieces)
     verdicts, at = [], 0
     for r, piece in zip(rows, pieces, strict=True):
