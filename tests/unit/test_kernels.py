@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ssd_workers.engine import kernels
 from ssd_workers.engine.int8 import quantize_rows
+from ssd_workers.engine.row_threads import by_rows
 
 GELU = 2 * (2 / np.pi) ** 0.5
 
@@ -34,7 +35,7 @@ def gated(y: torch.Tensor, linear: float, cubic: float) -> tuple[torch.Tensor, n
     scale = np.empty(len(y), np.float32)
     ones = np.ones(len(y), np.float32)
     arrays = (y.numpy(), ones, out.numpy(), scale)
-    kernels.by_rows(kernels.gate, y.shape[1], arrays, np.float32(linear), np.float32(cubic))
+    by_rows(kernels.gate, y.shape[1], arrays, np.float32(linear), np.float32(cubic))
     return out, scale
 
 

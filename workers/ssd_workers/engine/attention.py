@@ -7,9 +7,10 @@ must have a shape and a summation order that depend on the row alone:
 * keys are taken in whole blocks of 64 from the row's own window, and invalid ones get a weight of
   exactly zero, so the number of keys summed depends on the row's position only;
 * rows of one sequence with the same blocks share one matrix product of at least ``MIN_ROWS``
-  rows (padded with zero rows), where BLAS libraries compute each row alike whatever the number of
-  rows. That is a property of the library, so :func:`rows_are_exact` checks it on the machine at
-  hand; where it does not hold, each row is multiplied alone.
+  rows (filled up with others whose result is not used), where BLAS libraries compute each row
+  alike whatever the number of rows. That is a property of the library, so
+  :mod:`ssd_workers.engine.attention_check` looks at the machine at hand; where it does not hold,
+  each row is multiplied alone.
 
 Off the CPU no library promises that, so all rows of a sequence go into one product: few launches
 count more there. See :mod:`ssd_workers.engine.attention_kernels` for torch's fused attention.
@@ -20,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -292,36 +292,6 @@ def _attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
-
-
-@lru_cache(maxsize=64)
-def rows_are_exact(kv_heads: int, per_kv: int, head_dim: int) -> bool:
-    """Whether this machine's float32 products give a row the same bits in any group of rows.
-
-    Compares grouped attention products with single ones, bit for bit, over the shapes in use.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for num_keys in (BLOCK, 3 * BLOCK, 8 * BLOCK, 33 * BLOCK):
-        keys = torch.randn(kv_heads, num_keys, head_dim, generator=generator)
-        values = torch.randn(kv_heads, num_keys, head_dim, generator=generator)
-        queries = torch.randn(kv_heads, BLOCK * per_kv, head_dim, generator=generator)
-        whole = _products(queries, keys, values)
-        for rows in (1, 2, 3, 5, 8, 9, 16, 17):
-            for first in (0, 1, 11):
-                part = slice(first * per_kv, (first + rows) * per_kv)
-                piece = queries[:, part]
-                missing = MIN_ROWS - piece.shape[1]
-                if missing > 0:
-                    piece = nn.functional.pad(piece, (0, 0, 0, missing))
-                alone = _products(piece, keys, values)[:, : rows * per_kv]
-                if not torch.equal(alone, whole[:, part]):
-                    return False
-    return True
-
-
-def _products(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    scores = torch.matmul(queries, keys.transpose(1, 2)) * head_scale(keys)
-    return torch.matmul(torch.softmax(scores, dim=-1), values)
 
 
 def head_scale(heads: torch.Tensor) -> float:

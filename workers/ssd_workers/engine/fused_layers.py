@@ -15,7 +15,8 @@ from torch import nn
 from ssd_workers.engine import kernels
 from ssd_workers.engine.attention import MIN_ROWS, AttentionCall, PackedStep
 from ssd_workers.engine.int8 import Int8Linear, quantize_rows
-from ssd_workers.engine.kernels import Floats, by_rows
+from ssd_workers.engine.kernels import Floats
+from ssd_workers.engine.row_threads import by_rows
 
 Quantized: TypeAlias = tuple[torch.Tensor, Floats]
 

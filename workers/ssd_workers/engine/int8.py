@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ssd_workers.engine import kernels
-from ssd_workers.engine.kernels import Floats, by_rows
+from ssd_workers.engine.kernels import Floats
+from ssd_workers.engine.row_threads import by_rows
 
 _ZERO_POINT = 128
 _MAX = 127.0

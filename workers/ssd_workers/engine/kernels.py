@@ -12,16 +12,11 @@ Arrays are C-contiguous float32 unless said otherwise; ``R`` rows.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import torch
 from numba import njit
 from numpy.typing import NDArray
 
@@ -287,43 +282,3 @@ def rotate(
                 out[i + half] = (b * cos[r, i + half] + a * sin[r, i + half]) * factor
             for i in range(rotary, dim):
                 out[i] = head[i] * factor
-
-
-# Handing rows to other threads costs as much as this many values.
-_WORTH_SHARING = 500_000
-
-
-def by_rows(
-    kernel: Callable[..., None], width: int, rows: tuple[NDArray[Any], ...], *rest: Any
-) -> None:
-    """``kernel(*rows, *rest)``, shared out over threads where that pays.
-
-    Which thread computes a row does not change it.
-
-    Parameters:
-      kernel: one of the above that takes arrays of rows first.
-      width: how many values of a row are worked on.
-      rows: arrays ``[R, ...]``.
-      rest: handed to every call as it is.
-    """
-    count = len(rows[0])
-    threads = min(torch.get_num_threads(), count, 1 + count * width // _WORTH_SHARING)
-    if threads <= 1:
-        kernel(*rows, *rest)
-        return
-    bounds = [count * i // threads for i in range(threads + 1)]
-    calls = [
-        _pool().submit(kernel, *(array[first:last] for array in rows), *rest)
-        for first, last in itertools.pairwise(bounds)
-    ]
-    for call in calls:
-        call.result()
-
-
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="ssd-rows")
-
-
-# A forked process has no threads but its first.
-os.register_at_fork(after_in_child=_pool.cache_clear)

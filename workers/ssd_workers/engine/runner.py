@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd_integrations.errors import UnsupportedModelError
-from ssd_workers.engine.attention import Grouping, PackedStep, rows_are_exact
+from ssd_workers.engine.attention import Grouping, PackedStep
+from ssd_workers.engine.attention_check import rows_are_exact
 from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fusion import Recorder, fuse_layers
 from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span
