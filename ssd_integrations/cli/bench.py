@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -128,11 +131,22 @@ def bench(
                 json_file=json_file, chart=chart,
             )  # fmt: skip
         what = {"suite": suite, "limit": limit, "rounds": rounds, "max_tokens": max_tokens}
-        report = _measure(options, items, what, want_quality=quality)
+        with _ended_by(signal.SIGTERM):
+            report = _measure(options, items, what, want_quality=quality)
         deliver(report, options.modes, json_file, chart)
         code = exit_code(report)
     if code:
         raise typer.Exit(code)
+
+
+@contextmanager
+def _ended_by(number: signal.Signals) -> Iterator[None]:
+    """Let a signal end the measurement early as Ctrl-C does, which no background job is sent."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def _checked(

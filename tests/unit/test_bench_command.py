@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -263,3 +264,29 @@ def test_modes_that_remember_do_not_help_each_other(tiny_model: Path) -> None:
         assert other.steps > warm.steps
         suffix.start_round()
         assert suffix.answer(messages, 60).steps == cold.steps
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_ended_early_reports_what_it_has(
+    suite: Path, tiny_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """SIGTERM too: a job in the background cannot be sent Ctrl-C."""
+    report = tmp_path / "report.json"
+    process = subprocess.Popen(
+        [
+            sys.executable, "-c", "from ssd_integrations.cli import main; main()", "bench",
+            "--suite", str(suite), "--model", str(tiny_model), "--modes", "ar",
+            "--rounds", "1000", "--json", str(report),
+        ],
+        env=ssd_environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if " answers" in line and not line.startswith("0 "):
+            break
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert found["interrupted"]
+    assert found["modes"]["ar"]["answers"] > 0
