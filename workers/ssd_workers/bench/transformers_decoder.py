@@ -11,6 +11,7 @@ from typing import Any
 
 from ssd_integrations.errors import EngineError, ModelLoadError
 from ssd_workers.bench.decoders import Answer, Messages
+from ssd_workers.engine.openmp import release_threads
 
 # What generate raises when a prompt or a pair of models does not suit it, or memory runs out.
 _FAILURES = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
@@ -89,6 +90,9 @@ class TransformersDecoder:
             raise EngineError(
                 f"transformers' generate failed: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            # Else its team of threads would slow the other decoders down, and theirs this one.
+            release_threads()
 
     def _answer(self, messages: Messages, max_tokens: int) -> Answer:
         import torch

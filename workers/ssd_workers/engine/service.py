@@ -24,6 +24,7 @@ from ssd_workers.engine.chat_format import ChatFormat
 from ssd_workers.engine.config import EngineConfig
 from ssd_workers.engine.engine import Engine
 from ssd_workers.engine.loading import LoadedModel, load_engine_models
+from ssd_workers.engine.openmp import release_threads
 from ssd_workers.engine.request_builder import RequestBuilder
 from ssd_workers.engine.sequence import Sequence
 from ssd_workers.progress import Progress, no_progress
@@ -79,6 +80,8 @@ class EngineService:
         )
         self._builder = RequestBuilder(self.config, target, draft, chat_format, max_model_len)
         self._engine = Engine(target, self._info, self.config.max_num_seqs)
+        # Loading is over; from now on another thread computes.
+        release_threads()
         self._thread = threading.Thread(target=self._run, name="ssd-engine", daemon=True)
         self._thread.start()
 
@@ -191,9 +194,9 @@ class EngineService:
     def _take_commands(self, engine: Engine) -> bool:
         """Move new requests and cancellations into the engine; False when it is time to end."""
         with self._condition:
-            self._condition.wait_for(
-                lambda: self._inbox or self._cancels or engine.has_work or self._closing
-            )
+            if not self._has_commands(engine):
+                release_threads()
+                self._condition.wait_for(lambda: self._has_commands(engine))
             while self._inbox:
                 engine.add(self._inbox.popleft())
             for sequence in engine.sequences:
@@ -201,6 +204,9 @@ class EngineService:
                     sequence.cancelled = True
             self._cancels.clear()
             return engine.has_work or not self._closing
+
+    def _has_commands(self, engine: Engine) -> bool:
+        return bool(self._inbox or self._cancels or engine.has_work or self._closing)
 
     def _guarded(self, on_event: EventSink) -> EventSink:
         def deliver(event: Event) -> None:
