@@ -7,7 +7,9 @@ memory-mapped: the embedding's pages are shared by every process).
 
 from __future__ import annotations
 
+import ctypes
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,9 @@ FORMAT = 1
 _DONE = "complete.json"
 _INT8 = "int8.safetensors"
 _REST = "rest.safetensors"
+
+# Threads that pack weights; each holds one unpacked weight.
+_PACKERS = 2
 
 # Projections that read the same input and are therefore computed as one product.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -104,7 +109,15 @@ def load_int8(model_path: str, folder: Path, attention: str, progress: Progress)
         )
     make_activations_exact(model)
     model.eval()
+    _give_back_memory()
     return model
+
+
+def _give_back_memory() -> None:
+    """Return to the system what the unpacked weights took; the C library would keep it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # GNU's has it
+    if trim is not None:
+        trim(0)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -169,20 +182,24 @@ def _replace_linears(
 ) -> None:
     names = [key.removesuffix(".scale") for key in packed.keys() if key.endswith(".scale")]  # noqa: SIM118
     groups = _fusion_groups(names)
-    for done, group in enumerate(groups):
+
+    def modules(group: list[str]) -> list[nn.Module]:
         weights = [packed.get_tensor(f"{name}.weight") for name in group]
         scales = [packed.get_tensor(f"{name}.scale") for name in group]
         biases = [rest.pop(f"{name}.bias", None) for name in group]
         bias = _joined_bias(biases, [len(scale) for scale in scales])
         if len(group) == 1:
-            modules: list[nn.Module] = [Int8Linear(PackedWeight(weights[0], scales[0]), bias)]
-        else:
-            weight = PackedWeight(torch.cat(weights), torch.cat(scales))
-            modules = Int8Fused(weight, bias, [len(scale) for scale in scales]).members()
-        for name, module in zip(group, modules, strict=True):
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, module)
-        progress("pack int8 weights", done + 1, len(groups), "layers")
+            return [Int8Linear(PackedWeight(weights[0], scales[0]), bias)]
+        weight = PackedWeight(torch.cat(weights), torch.cat(scales))
+        return Int8Fused(weight, bias, [len(scale) for scale in scales]).members()
+
+    # Half of the time is the system's, handing out memory page by page to one thread at a time.
+    with ThreadPoolExecutor(_PACKERS) as pool:
+        for done, (group, made) in enumerate(zip(groups, pool.map(modules, groups), strict=True)):
+            for name, module in zip(group, made, strict=True):
+                parent, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(parent), attribute, module)
+            progress("pack int8 weights", done + 1, len(groups), "layers")
 
 
 def _joined_bias(biases: list[torch.Tensor | None], sizes: list[int]) -> torch.Tensor | None:
