@@ -70,9 +70,11 @@ def test_how_long_threads_wait_awake() -> None:
     code = "import os, ssd_workers; print(os.environ.get('GOMP_SPINCOUNT'))"
 
     def spins(**settings: str) -> str:
+        environment = ssd_environment()
+        environment.pop("GOMP_SPINCOUNT", None)  # set by this process's own import
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env=ssd_environment(**settings), capture_output=True, text=True, check=True, timeout=60,
+            env={**environment, **settings}, capture_output=True, text=True, check=True, timeout=60,
         )  # fmt: skip
         return done.stdout.strip()
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable
 from functools import lru_cache
+
+_forked = threading.Event()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked.set)
 
 _SOFT = 1  # omp_pause_soft: threads end, settings stay
 
@@ -17,9 +23,10 @@ def release_threads() -> None:
     with its hundreds of short parallel loops takes a fifth longer. So who has nothing more to
     compute calls this; the team comes back by itself, in a fraction of a millisecond.
 
-    Does nothing where torch is built without OpenMP.
+    Does nothing where torch is built without OpenMP, and in a forked process, whose first thread
+    would wait for a team that stayed with the parent.
     """
-    pause = _pause()
+    pause = None if _forked.is_set() else _pause()
     if pause is not None:
         pause(_SOFT)
 

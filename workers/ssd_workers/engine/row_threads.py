@@ -47,4 +47,5 @@ def _pool() -> ThreadPoolExecutor:
 
 
 # A forked process has no threads but its first.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)
