@@ -24,12 +24,17 @@ pytestmark = pytest.mark.skipif(
 IDS = torch.randint(3, VOCAB_SIZE, (100,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def load(path: Path, monkeypatch: pytest.MonkeyPatch, *, fuse: bool = True) -> ModelRunner:
+def load(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, fuse: bool = True, attention: str = "packed"
+) -> ModelRunner:
     with monkeypatch.context() as patch:
         patch.setenv("SSD_CACHE_DIR", str(path.parent / "cache"))
         if not fuse:
-            patch.setattr(ModelRunner, "fuse_layers", lambda self: 0)
-        return loading.load_model(resolve_model(str(path)), "int8", "cpu", no_progress).runner
+            patch.setattr(ModelRunner, "fuse_layers", lambda self, context_length: 0)
+        return loading.load_model(
+            resolve_model(str(path)), "int8", "cpu", no_progress,
+            attention=attention,  # type: ignore[arg-type]
+        ).runner  # fmt: skip
 
 
 def fused_kinds(runner: ModelRunner) -> dict[str, int]:
@@ -115,3 +120,30 @@ def test_a_layer_that_computes_something_else_is_left_alone(
     )
     runner = load(make_tiny_model(tmp_path / "model", "llama"), monkeypatch)
     assert fused_kinds(runner) == {}
+
+
+def test_a_layer_that_computes_distant_positions_otherwise_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As models that scale their queries beyond the length they were first trained on."""
+    from transformers.models.llama import modeling_llama as llama
+
+    rotate = llama.apply_rotary_pos_emb
+
+    def scaled(q, k, cos, sin, **kwargs):  # type: ignore[no-untyped-def]
+        q, k = rotate(q, k, cos, sin, **kwargs)
+        # The first feature turns by one radian a position: its angles tell near from far.
+        far = not torch.equal(cos[0, 0], torch.ones_like(cos[0, 0]))
+        return (1.5 * q if far else q), k
+
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", scaled)
+    runner = load(make_tiny_model(tmp_path / "model", "llama"), monkeypatch)
+    kinds = fused_kinds(runner)
+    assert kinds == {"FusedRMSNorm": 5, "FusedFeedForward": 2}
+
+
+def test_another_attention_that_was_asked_for_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(make_tiny_model(tmp_path / "model", "llama"), monkeypatch, attention="sdpa")
+    assert fused_kinds(runner) == {"FusedRMSNorm": 5, "FusedFeedForward": 2}

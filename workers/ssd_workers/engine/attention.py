@@ -91,6 +91,11 @@ class PackedStep(Cache):  # type: ignore[misc]
     is_compileable = False
 
     @property
+    def packs_rows(self) -> bool:
+        """Whether :meth:`attend_packed` is the attention that was asked for."""
+        return self._sdpa is None
+
+    @property
     def is_initialized(self) -> bool:
         return True
 

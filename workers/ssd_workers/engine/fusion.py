@@ -8,7 +8,7 @@ and decoder layers made of those are recognised by what they contain and proven 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,10 @@ class Seen:
 
 
 class Recorder:
-    """Records the last call of every module of ``model`` that could be replaced."""
+    """Records the calls of every module of ``model`` that could be replaced."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[nn.Module, Seen] = {}
+        self.seen: dict[nn.Module, list[Seen]] = {}
         self._hooks = [
             module.register_forward_hook(self._record, with_kwargs=True)
             for module in model.modules()
@@ -73,7 +73,8 @@ class Recorder:
         if is_pair and len(output) != 2:
             return
         tensor = output[0] if is_pair else output
-        self.seen[module] = Seen(args, kwargs, tensor.clone(), is_pair)
+        seen = Seen(args, kwargs, tensor.clone(), is_pair)
+        self.seen.setdefault(module, []).append(seen)
 
     def close(self) -> None:
         """Stop recording."""
@@ -81,13 +82,13 @@ class Recorder:
             hook.remove()
 
 
-def fuse_layers(model: nn.Module, recorder: Recorder, step: PackedStep) -> int:
+def fuse_layers(model: nn.Module, recorder: Recorder, steps: Sequence[PackedStep]) -> int:
     """Replace what can be replaced exactly, and return the number of replaced layers.
 
     Parameters:
       model: an int8 model on the CPU.
-      recorder: that has seen one forward of it.
-      step: the step of that forward; its caches are written once more with the same values.
+      recorder: that has seen forwards of it; a replacement must reproduce every one.
+      steps: of those forwards; their caches are written once more with the same values.
     """
     replaced = 0
     # Children before parents: a decoder layer is put together from fused parts.
@@ -96,8 +97,8 @@ def fuse_layers(model: nn.Module, recorder: Recorder, step: PackedStep) -> int:
             seen = recorder.seen.get(child)
             if seen is None:
                 continue
-            for candidate, tolerance in _candidates(child, seen, step):
-                if seen.agrees(candidate(*seen.args, **seen.kwargs), tolerance):
+            for candidate, tolerance in _candidates(child, seen, steps):
+                if all(s.agrees(candidate(*s.args, **s.kwargs), tolerance) for s in seen):
                     setattr(parent, name, candidate)
                     replaced += 1
                     break
@@ -123,7 +124,7 @@ def _kinds(module: nn.Module) -> Iterator[str]:
 
 
 def _candidates(
-    module: nn.Module, seen: Seen, step: PackedStep
+    module: nn.Module, seen: Sequence[Seen], steps: Sequence[PackedStep]
 ) -> Iterator[tuple[nn.Module, float]]:
     for kind in _kinds(module):
         if kind == "norm":
@@ -134,8 +135,8 @@ def _candidates(
             factors = _gate_factors(module)
             if gate_up and down and factors and not len(gate_up.bias):
                 yield FusedFeedForward(gate_up, down, *factors), _INT8_TOLERANCE
-        elif "position_embeddings" in seen.kwargs:
-            fused = _attention(module, step) if kind == "attention" else _decoder_layer(module)
+        elif all("position_embeddings" in s.kwargs for s in seen):
+            fused = _attention(module, steps) if kind == "attention" else _decoder_layer(module)
             if fused is not None:
                 yield fused, _INT8_TOLERANCE
 
@@ -177,12 +178,13 @@ def _gate_factors(module: nn.Module) -> tuple[float, float] | None:
     return None
 
 
-def _attention(module: nn.Module, step: PackedStep) -> nn.Module | None:
+def _attention(module: nn.Module, steps: Sequence[PackedStep]) -> nn.Module | None:
     qkv, out = _joint(module, "q_proj", "k_proj", "v_proj"), _linear(module, "o_proj")
     layer, dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
     if qkv is None or out is None or not isinstance(layer, int) or not isinstance(dim, int):
         return None
-    call = step.attended.get(layer)
+    calls = {step.attended.get(layer) if step.packs_rows else None for step in steps}
+    call = calls.pop() if len(calls) == 1 else None
     norms = _head_norms(module, dim)
     # Query heads times their dimension is what the output projection reads.
     kv_width, rest = divmod(qkv.out_features - out.in_features, 2)

@@ -7,7 +7,6 @@ memory-mapped: the embedding's pages are shared by every process).
 
 from __future__ import annotations
 
-import ctypes
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from ssd_integrations.errors import UnsupportedModelError
+from ssd_workers.engine.c_library import c_function
 from ssd_workers.engine.int8 import Int8Fused, Int8Linear, PackedWeight, quantize_weight
 from ssd_workers.engine.quiet import no_foreign_bars
 from ssd_workers.engine.row_exact import make_activations_exact
@@ -115,7 +115,7 @@ def load_int8(model_path: str, folder: Path, attention: str, progress: Progress)
 
 def _give_back_memory() -> None:
     """Return to the system what the unpacked weights took; the C library would keep it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # GNU's has it
+    trim = c_function("malloc_trim")  # GNU's has it
     if trim is not None:
         trim(0)
 

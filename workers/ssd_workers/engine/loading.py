@@ -159,7 +159,7 @@ def load_model(
     runner = make_runner(model, chosen_device, attention, decode_step, max_num_seqs)
     runner.check_supported(source.name)
     if chosen_dtype == "int8":
-        runner.fuse_layers()
+        runner.fuse_layers(_context_length(text_config))
     if decode_step == "graphs":  # a compilation takes too long to do what may not be needed
         runner.warm_up()
     return LoadedModel(

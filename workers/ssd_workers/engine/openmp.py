@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable
 from functools import lru_cache
+
+from ssd_workers.engine.c_library import c_function
 
 _forked = threading.Event()
 if hasattr(os, "register_at_fork"):
@@ -32,7 +33,7 @@ def release_threads() -> None:
 
 
 @lru_cache(maxsize=1)
-def _pause() -> Callable[[int], int] | None:
+def _pause() -> Callable[..., int] | None:
     import torch  # noqa: F401  (brings its OpenMP library into the process)
 
-    return getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    return c_function("omp_pause_resource_all")

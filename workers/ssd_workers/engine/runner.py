@@ -94,7 +94,10 @@ class ModelRunner:
             span.cache.length = span.start + span.rows
         return logits
 
-    def _forward(self, blocks: Sequence[RowBlock]) -> tuple[PackedStep, torch.Tensor]:
+    def _forward(
+        self, blocks: Sequence[RowBlock], shift: int = 0
+    ) -> tuple[PackedStep, torch.Tensor]:
+        """``shift`` is added to the positions that the model is told, not to those in the cache."""
         ids: list[int] = []
         positions: list[int] = []
         kept: list[int] = []
@@ -103,7 +106,7 @@ class ModelRunner:
             start, rows = block.cache.length, len(block.token_ids)
             spans.append(Span(block.cache, start, rows))
             ids.extend(block.token_ids)
-            positions.extend(range(start, start + rows))
+            positions.extend(range(start + shift, start + shift + rows))
             kept.extend(range(len(ids) - block.keep, len(ids)))
         step = PackedStep(spans, grouping=self.grouping, implementation=self._attention)
         output = self.model(
@@ -118,17 +121,24 @@ class ModelRunner:
         return step, output.logits[0, : len(kept)]
 
     @torch.inference_mode()
-    def fuse_layers(self) -> int:
+    def fuse_layers(self, context_length: int) -> int:
         """Fuse the small operations of an int8 model where that changes nothing.
+
+        Tried at the first positions and at the last of ``context_length``: some models compute
+        distant ones in another way.
 
         Returns: the number of layers replaced.
         """
+        tokens = range(1, 10)
         recorder = Recorder(self.model)
         try:
-            step, _ = self._forward([RowBlock(self.new_cache(), range(1, 10), 1)])
+            steps = [
+                self._forward([RowBlock(self.new_cache(), tokens, 1)], shift)[0]
+                for shift in (0, max(0, context_length - len(tokens)))
+            ]
         finally:
             recorder.close()
-        return fuse_layers(self.model, recorder, step)
+        return fuse_layers(self.model, recorder, steps)
 
     @torch.inference_mode()
     def check_supported(self, name: str) -> None:
