@@ -78,18 +78,19 @@ class Engine:
         )
 
     def _collect_rows(self) -> list[StepRows]:
-        plan = self._scheduler.plan()
         rows = []
-        for sequence, end in plan.prefill:
+        decoding = self._scheduler.decoding()
+        for sequence, draft in zip(decoding, self._draft(decoding), strict=True):
+            assert sequence.cache is not None
+            tokens = [sequence.token_ids[-1], *draft]
+            rows.append(StepRows(sequence, RowBlock(sequence.cache, tokens, len(tokens)), draft))
+        decode_rows = sum(len(r.block.token_ids) for r in rows)
+        for sequence, end in self._scheduler.prompt_chunks(decode_rows):
             assert sequence.cache is not None
             tokens = sequence.token_ids[sequence.cache.length : end]
             # Only the last row of the prompt says something about the output.
             keep = 1 if end == sequence.prompt_length else 0
             rows.append(StepRows(sequence, RowBlock(sequence.cache, tokens, keep), []))
-        for sequence, draft in zip(plan.decode, self._draft(plan.decode), strict=True):
-            assert sequence.cache is not None
-            tokens = [sequence.token_ids[-1], *draft]
-            rows.append(StepRows(sequence, RowBlock(sequence.cache, tokens, len(tokens)), draft))
         return rows
 
     def _draft(self, sequences: list[Sequence]) -> list[list[int]]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from ssd_integrations.errors import DeadlineExceededError, OverloadedError, SSDError
 from ssd_workers.engine.sequence import Sequence
 
-PREFILL_ROWS = 256
-"""Prompt tokens per step over all sequences: a long prompt is cut so that others keep going."""
+STEP_ROWS = 256
+"""Rows of a step that reads prompts, over all sequences: a long prompt is cut so that others keep
+going. The int8 products of the next row would cost as much as 200 more (a block of the library's
+kernel), so rows that decode are counted too."""
 
-
-@dataclass(frozen=True)
-class StepPlan:
-    """``prefill`` pairs a sequence with the end of its next prompt chunk; ``decode`` may draft."""
-
-    prefill: list[tuple[Sequence, int]]
-    decode: list[Sequence]
+# However many rows decode, prompts go on.
+_LEAST_PROMPT_ROWS = 64
 
 
 class Scheduler:
@@ -90,17 +86,22 @@ class Scheduler:
                 )
         return found
 
-    def plan(self) -> StepPlan:
-        """Rows for the next step: everyone who decodes, and prompt chunks up to the budget."""
-        prefill = []
-        decode = []
-        budget = PREFILL_ROWS
+    def decoding(self) -> list[Sequence]:
+        """Running sequences whose prompts have been read."""
+        return [sequence for sequence in self.running if not sequence.in_prefill]
+
+    def prompt_chunks(self, decode_rows: int) -> list[tuple[Sequence, int]]:
+        """Sequences whose prompts are read on in the next step, and up to which position each.
+
+        Parameters:
+          decode_rows: rows that the step has already.
+        """
+        chunks = []
+        budget = max(STEP_ROWS - decode_rows, _LEAST_PROMPT_ROWS)
         for sequence in self.running:
-            if not sequence.in_prefill:
-                decode.append(sequence)
-            elif budget > 0:
+            if sequence.in_prefill and budget > 0:
                 assert sequence.cache is not None  # given at admission
                 end = min(sequence.prompt_length, sequence.cache.length + budget)
                 budget -= end - sequence.cache.length
-                prefill.append((sequence, end))
-        return StepPlan(prefill, decode)
+                chunks.append((sequence, end))
+        return chunks
