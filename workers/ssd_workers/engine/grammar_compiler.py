@@ -15,16 +15,18 @@ from llguidance.hf import from_tokenizer
 from ssd_integrations.errors import InvalidRequestError, InvalidStructureError
 from ssd_integrations.protocol import StructuredOutput
 from ssd_workers.engine.grammar import GrammarState, reason
+from ssd_workers.engine.schema_recursion import is_endless
 
 _CACHED_GRAMMARS = 32
-# Nothing between the parts of a JSON text: a model could go on with blanks for ever. A schema
-# cannot ask for it either, nor that keywords which are not supported are ignored.
+# Nothing between the parts of a JSON text: a model could go on with blanks for ever. Given like
+# this, a schema cannot ask for it either, nor that what is not supported is ignored.
 _COMPACT: Any = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
     "item_separator": ",",
     "key_separator": ":",
     "lenient": False,
+    "coerce_one_of": False,
 }
 
 
@@ -104,6 +106,10 @@ def _compile(structure: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
         source = _SOURCES[kind](value)
     except (ValueError, RecursionError) as error:
         raise InvalidStructureError(f"{kind}={shown} cannot be read: {error}.") from error
+    if isinstance(value, dict) and is_endless(value):
+        raise InvalidStructureError(
+            f"{kind}={shown}: no text satisfies it, since it demands itself without an end."
+        )
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
