@@ -15,7 +15,8 @@ def is_endless(schema: dict[str, Any]) -> bool:
     """Whether no finite JSON text can satisfy ``schema``, because of how it refers to itself.
 
     A required property that is the object itself is endless; an optional one, or one that may be
-    null as well, is not. What is wrong in other ways is not judged here, nor are schemas of very many references.
+    null as well, is not. What is wrong in other ways is not judged here, nor are schemas of very
+    many references.
     """
     references = set(_references(schema))
     if len(references) > _MAX_REFERENCES:
