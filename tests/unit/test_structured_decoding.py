@@ -29,6 +29,7 @@ from ssd_workers.engine.loading import LoadedModel, load_model
 from ssd_workers.models.store import resolve_model
 from ssd_workers.progress import no_progress
 from tests.engine_support import Job, NoisyOracle, output_ids, run_batch, run_to_end
+from tests.fixed_support import static
 from tests.json_schema import conforms
 from tests.structures import PERSON, PHONE, PHONE_PATTERN, SCHEMAS, SUM_GRAMMAR
 from tests.tiny import VOCAB_SIZE, make_tiny_model
@@ -217,12 +218,23 @@ def test_int8(
     assert conforms(json.loads(text_of(target, plain[0])), SCHEMAS["person"])
 
 
+def test_steps_of_fixed_shapes(llama: Case) -> None:
+    reference = llama.plain("schema", "seeded")
+    target = static(llama.target)
+    got = run_batch(target, [job for job, _ in reference], NgramDrafter())
+    assert [output_ids(e) for e in got] == [output_ids(e) for _, e in reference]
+
+
 def test_forced_tokens_are_drafted_and_accepted(llama: Case) -> None:
     structure = StructuredOutput(regex="[ab]" + "0123456789" * 3)
     event = run_batch(llama.target, jobs(structure, SamplingParams(), 1), NgramDrafter())[0]
     stats = event.speculation
     assert stats.num_accepted_tokens == stats.num_draft_tokens >= 24
     assert stats.num_spec_steps <= 7
+    # The rejection rule has no distribution for them: there the drafter has to find them.
+    drawn = jobs(structure, SamplingParams(temperature=0.9), 1)
+    rejecting = run_batch(llama.target, drawn, NgramDrafter(), speculation=REJECTION)[0]
+    assert rejecting.speculation.num_spec_steps >= 9
     # Without a drafter there are no drafts at all: the baseline stays the baseline.
     plain = run_batch(llama.target, jobs(structure, SamplingParams(), 1))[0]
     assert plain.speculation.num_draft_tokens == 0
