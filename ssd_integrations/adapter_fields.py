@@ -33,6 +33,7 @@ CALL_OPTIONS = (
     *LOGPROB_OPTIONS,
     "speculation",
     *SPECULATION_OPTIONS,
+    "structured_output",
     "timeout",
     "queue",
     "queue_timeout",
@@ -67,6 +68,7 @@ OUTPUT_OPTIONS = (
     *LOGPROB_OPTIONS,
     "speculation",
     *SPECULATION_OPTIONS,
+    "structured_output",
 )
 
 
@@ -131,6 +133,11 @@ class AdapterFields(BaseModel):
         default="coupled",
         description="coupled: a seed gives one text, whatever the drafter. rejection: the rule of "
         "the literature; the same law, but when sampling, a seed's text depends on the drafts.",
+    )
+    structured_output: dict[str, Any] | None = Field(
+        default=None,
+        description="The form of the answer: a dict with one of json_schema, regex, choice and "
+        "grammar.",
     )
     timeout: float | None = Field(
         default=None, description="Seconds until the whole answer must be there."

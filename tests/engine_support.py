@@ -16,10 +16,12 @@ from ssd_integrations.protocol import (
     ModelInfo,
     SamplingParams,
     SpeculationParams,
+    StructuredOutput,
     is_terminal,
 )
 from ssd_workers.engine.drafters.base import Drafter, DraftView
 from ssd_workers.engine.engine import Engine
+from ssd_workers.engine.grammar_compiler import GrammarCompiler
 from ssd_workers.engine.loading import LoadedModel, load_model
 from ssd_workers.engine.logit_rules import TokenHistory, has_rules
 from ssd_workers.engine.runner import RowBlock
@@ -47,6 +49,7 @@ class Job:
     max_new_tokens: int = 32
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    structure: StructuredOutput | None = None
 
 
 def run_batch(
@@ -59,6 +62,29 @@ def run_batch(
     speculation: SpeculationParams = FIXED_LENGTH,
 ) -> list[FinishedEvent]:
     """Decode all jobs together and return their finished events, in order."""
+    results = run_to_end(
+        target,
+        jobs,
+        drafter,
+        num_draft_tokens=num_draft_tokens,
+        max_num_seqs=max_num_seqs,
+        speculation=speculation,
+    )
+    assert all(isinstance(event, FinishedEvent) for event in results), results
+    return results  # type: ignore[return-value]
+
+
+def run_to_end(
+    target: LoadedModel,
+    jobs: Seq[Job],
+    drafter: Drafter | None = None,
+    *,
+    num_draft_tokens: int = 5,
+    max_num_seqs: int = 8,
+    speculation: SpeculationParams = FIXED_LENGTH,
+) -> list[Event]:
+    """Decode all jobs together and return their last events, whatever they are."""
+    grammars = GrammarCompiler(target.tokenizer, target.vocab_size, target.eos_token_ids)
     info = ModelInfo(
         name="tiny", architecture="tiny", context_length=512, vocab_size=target.vocab_size,
         dtype="float32", device="cpu",
@@ -77,6 +103,7 @@ def run_batch(
             request_id=f"r{index}",
             sampling=job.sampling,
             speculation=speculation,
+            structured_output=job.structure,
         )
         engine.add(
             Sequence(
@@ -92,13 +119,12 @@ def run_batch(
                 on_event=on_event,
                 end_token_ids=target.eos_token_ids | frozenset(job.sampling.stop_token_ids),
                 history=TokenHistory(job.prompt) if has_rules(job.sampling) else None,
+                grammar=grammars.start(job.structure) if job.structure else None,
             )
         )
     while engine.has_work:
         engine.step()
-    results = [ended[f"r{index}"] for index in range(len(jobs))]
-    assert all(isinstance(event, FinishedEvent) for event in results), results
-    return results  # type: ignore[return-value]
+    return [ended[f"r{index}"] for index in range(len(jobs))]
 
 
 def output_ids(event: FinishedEvent) -> list[int]:

@@ -105,7 +105,7 @@ class Engine:
             proposed = drafter.propose(group, limits)
             self._budget.observe_drafting(drafter, limits, _elapsed(started))
             drafts.update(zip(group, proposed, strict=True))
-        return [drafts.get(sequence, []) for sequence in sequences]
+        return [sequence.fit_draft(drafts.get(sequence, [])) for sequence in sequences]
 
     def _advance(self, rows: StepRows, verdict: Verdict) -> None:
         sequence, accepted, emitted = rows.sequence, verdict.accepted, verdict.emitted
@@ -119,6 +119,14 @@ class Engine:
             )
             return
         kept, reason = self._cut(sequence, emitted)
+        forced = 0
+        if sequence.grammar is not None:
+            forced = sequence.grammar.num_forced
+            try:
+                reason = sequence.grammar.advance(kept, reason)
+            except SSDError as error:
+                self.fail(sequence, error)
+                return
         visible = kept[:-1] if kept[-1] in sequence.end_token_ids else kept
         delta = sequence.text.push(visible)
         if delta.stopped is not None:
@@ -140,8 +148,9 @@ class Engine:
             )
         else:
             sequence.record_verification(len(rows.draft), min(accepted, len(kept)))
-            # What an end cut off was accepted all the same.
-            self._budget.observe(sequence, len(rows.draft), accepted)
+            # What an end cut off was accepted all the same; what a grammar forced earns nobody.
+            drafted = len(rows.draft) - forced
+            self._budget.observe(sequence, drafted, min(accepted, drafted))
         self._emit(sequence, delta.text, kept, verdict.logprobs)
         if reason is not None:
             self._finish(sequence, reason, delta.stopped)

@@ -14,6 +14,8 @@ from ssd_integrations.protocol import Event, GenerationRequest
 from ssd_workers.engine.chat_format import ChatFormat
 from ssd_workers.engine.config import EngineConfig
 from ssd_workers.engine.drafters.selection import DrafterSelection
+from ssd_workers.engine.grammar import GrammarState
+from ssd_workers.engine.grammar_compiler import GrammarCompiler
 from ssd_workers.engine.loading import LoadedModel
 from ssd_workers.engine.logit_rules import TokenHistory, has_rules
 from ssd_workers.engine.noise import fresh_seed
@@ -48,6 +50,7 @@ class RequestBuilder:
         self._chat_format = chat_format
         self._max_model_len = max_model_len
         self._draft = draft
+        self._grammars = GrammarCompiler(target.tokenizer, target.vocab_size, target.eos_token_ids)
         self._drafters = DrafterSelection(target, draft, config.suffix_store)
         self._named_drafters = {"": self._drafters}
 
@@ -78,6 +81,7 @@ class RequestBuilder:
         Raises:
           ModelNotFoundError: the request is for another model.
           ContextLengthError: prompt and max_tokens do not fit the context.
+          InvalidStructureError: its structured_output cannot be compiled or satisfied.
           ChatTemplateError, InvalidRequestError: it cannot be encoded or drafted as asked.
         """
         drafter = self._drafters.pick(request.speculation.mode)
@@ -98,7 +102,12 @@ class RequestBuilder:
             end_token_ids=frozenset(sampling.stop_token_ids)
             | (frozenset() if sampling.ignore_eos else self._target.eos_token_ids),
             history=TokenHistory(token_ids) if has_rules(sampling) else None,
+            grammar=self._grammar(request),
         )
+
+    def _grammar(self, request: GenerationRequest) -> GrammarState | None:
+        structure = request.structured_output
+        return None if structure is None else self._grammars.start(structure)
 
     def _check_token_ids(self, request: GenerationRequest) -> None:
         size = self._target.vocab_size
