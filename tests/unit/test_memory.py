@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from ssd_integrations import ChatSSD
+from ssd_integrations.cli.worker_options import WorkerOptions
 from ssd_integrations.errors import ContextLengthError
 from ssd_integrations.protocol import SamplingParams
 from ssd_workers.engine import free_memory
@@ -205,6 +207,13 @@ def test_slots_are_counted_as_long_as_the_longest(target: LoadedModel) -> None:
     fixed = static(target)
     engine = make_engine(fixed, CacheMemory(fixed.runner, budget=one), max_num_seqs=2)
     run_batch(fixed, [job(i, 30, 30) for i in range(3)], engine=engine)
+
+
+def test_options_reach_the_engine() -> None:
+    options = {"kv_cache_mib": 5, "prefix_cache_mib": 0}
+    settings = WorkerOptions(**options).settings()  # type: ignore[arg-type]
+    assert (settings.engine.kv_cache_mib, settings.engine.prefix_cache_mib) == (5, 0)
+    assert set(options.items()) <= set(ChatSSD(**options)._backend_options())
 
 
 def test_options_are_bounded() -> None:

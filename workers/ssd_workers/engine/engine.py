@@ -145,6 +145,8 @@ class Engine:
     def _advance(self, rows: StepRows, verdict: Verdict) -> None:
         sequence, accepted, emitted = rows.sequence, verdict.accepted, verdict.emitted
         if emitted[-1] < 0:
+            # Whatever is wrong may have been kept as well.
+            self._memory.forget_prefixes()
             self.fail(
                 sequence,
                 EngineError(

@@ -97,11 +97,11 @@ class GrowingCache(SequenceCache):
     def put_blocks(self, first: int, blocks: Sequence[BlockTensors]) -> None:
         """Write ``blocks`` from block ``first`` on; the cache then ends with the last of them."""
         end = (first + len(blocks)) * BLOCK
+        part = slice(first * BLOCK, end)
         for layer in range(len(self._keys)):
             keys, values = self.room(layer, end, blocks[0][layer][0])
-            for index, block in enumerate(blocks, first):
-                part = slice(index * BLOCK, (index + 1) * BLOCK)
-                keys[:, part], values[:, part] = block[layer]
+            keys[:, part] = torch.cat([block[layer][0] for block in blocks], dim=1)
+            values[:, part] = torch.cat([block[layer][1] for block in blocks], dim=1)
         self.length = end
 
     def _next_capacity(self, held: int, needed: int) -> int:

@@ -141,6 +141,11 @@ class CacheMemory:
         if self.prefixes is not None and isinstance(cache, GrowingCache):
             self.prefixes.store(sequence.token_ids, cache, self.budget - self._claimed)
 
+    def forget_prefixes(self) -> None:
+        """Let nobody have what was computed so far."""
+        if self.prefixes is not None:
+            self.prefixes.shrink(0)
+
     def _fit(self, sequences: Seq[Sequence]) -> bool:
         """Whether all of them fit at once, after prefixes have made room."""
         claimed = self._bytes([_claim(sequence) for sequence in sequences])

@@ -84,6 +84,12 @@ class EngineService:
             target.runner.bytes_per_token,
             memory.budget // 2**20,
         )
+        if memory.longest < max_model_len:
+            logger.warning(
+                "There is memory for %d tokens of a request, less than the context's %d",
+                memory.longest,
+                max_model_len,
+            )
         self._builder = RequestBuilder(
             self.config, target, draft, chat_format, max_model_len, memory
         )
