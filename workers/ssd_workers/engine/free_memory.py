@@ -27,7 +27,8 @@ def default_budget(devices: Iterable[torch.device]) -> int:
         free = min(torch.cuda.mem_get_info(device)[0] for device in gpus)
         return int((1 - _RESERVE_SHARE) * free * len(gpus))
     memory = psutil.virtual_memory()
-    available = min(memory.available, container_memory(_CGROUP) or memory.available)
+    contained = container_memory(_CGROUP)
+    available = memory.available if contained is None else min(memory.available, contained)
     reserve = max(_LEAST_RESERVE, int(_RESERVE_SHARE * memory.total))
     return int(max(available - reserve, available // 2))
 
