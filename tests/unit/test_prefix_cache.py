@@ -125,6 +125,7 @@ def test_equals_a_list_of_prefixes(
         assert prefixes.nbytes == BLOCK_BYTES * len(prefixes) <= capacity * BLOCK_BYTES
 
 
+@torch.inference_mode()
 def test_a_copy_shares_nothing_with_its_origin() -> None:
     world, prefixes = World(), PrefixCache(10 * BLOCK_BYTES)
     tokens = list(range(2 * BLOCK + 5))

@@ -108,7 +108,7 @@ def with_prefixes(target: LoadedModel, nbytes: int = MANY) -> CacheMemory:
 def test_the_text_with_a_hit_is_the_text_without(
     models: Models, drafter: str, sampling: str
 ) -> None:
-    system = some_tokens(150, seed=0)
+    system = some_tokens(170, seed=0)
     jobs = [
         Job([*system, *some_tokens(10 + i, seed=i)], 40, SAMPLINGS[sampling], seed=i)
         for i in (1, 2, 3)

@@ -9,7 +9,7 @@ from functools import cached_property
 from ssd_integrations.errors import ContextLengthError
 from ssd_workers.engine.config import EngineConfig
 from ssd_workers.engine.free_memory import default_budget
-from ssd_workers.engine.kv_cache import BLOCK, GrowingCache
+from ssd_workers.engine.kv_cache import BLOCK, GrowingCache, round_up
 from ssd_workers.engine.loading import LoadedModel
 from ssd_workers.engine.prefix_cache import PrefixCache
 from ssd_workers.engine.runner import ModelRunner
@@ -102,7 +102,7 @@ class CacheMemory:
             asks = "" if asked is None else f" and max_tokens={asked}"
             raise ContextLengthError(
                 f"The prompt has {prompt_length} tokens{asks}, whose keys and values take "
-                f"{_mib(need)} MiB ({need // wanted} bytes a token); the engine has "
+                f"{_mib(need)} MiB ({need // round_up(wanted)} bytes a token); the engine has "
                 f"{self.budget // _MIB} MiB for them, enough for {self.longest} tokens.",
                 remedy="Shorten the prompt or lower max_tokens, or start the engine with a larger "
                 "kv_cache_mib.",
