@@ -24,7 +24,7 @@ def test_a_chunk_takes_no_longer_than_the_step_beside_it() -> None:
         for _ in range(12):
             rows = pace.rows(0.1)
             pace.observe(rows, rows * per_row * rng.uniform(0.95, 1.05))
-        assert pace.rows(0.1) == pytest.approx(min(0.1 / per_row, MAX_ROWS), rel=0.15)
+        assert pace.rows(0.1) == pytest.approx(min(0.09 / per_row, MAX_ROWS), rel=0.15)
         assert pace.rows(0.2) >= pace.rows(0.1)
 
 

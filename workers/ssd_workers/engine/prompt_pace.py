@@ -5,6 +5,8 @@ from __future__ import annotations
 MAX_ROWS = 512
 """More at once gain nothing, and their attention scores take memory."""
 
+# Of the step beside it; the rest is for what a forecast misses.
+_SHARE = 0.9
 # Nobody waits for a token: large chunks, but a request that comes is looked at every second or so.
 _ALONE_SECONDS = 1.0
 _LEAST_ALONE = 64
@@ -39,7 +41,7 @@ class PromptPace:
         if not self._joined:
             return MAX_ROWS
         least = _LEAST_BESIDE if decode_seconds else _LEAST_ALONE
-        wanted = (decode_seconds or _ALONE_SECONDS) / self._per_row
+        wanted = (_SHARE * decode_seconds or _ALONE_SECONDS) / self._per_row
         return int(min(max(wanted, least), MAX_ROWS))
 
     def observe(self, rows: int, seconds: float) -> None:
