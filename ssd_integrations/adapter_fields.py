@@ -51,6 +51,8 @@ ENGINE_OPTIONS = (
     "num_threads",
     "chat_template",
     "suffix_store",
+    "kv_cache_mib",
+    "prefix_cache_mib",
 )
 
 # What the answer depends on, statistics included; the rest says where, when and for how long.
@@ -63,6 +65,7 @@ OUTPUT_OPTIONS = (
     "max_model_len",
     "chat_template",
     "suffix_store",
+    "kv_cache_mib",
     *SAMPLING_OPTIONS,
     *SAMPLING_COLLECTIONS,
     *LOGPROB_OPTIONS,
@@ -180,6 +183,14 @@ class AdapterFields(BaseModel):
     suffix_store: str | None = Field(
         default=None,
         description="File that keeps what suffix drafts learnt between starts (in process only).",
+    )
+    kv_cache_mib: int | None = Field(
+        default=None, description="MiB for keys and values (in process only)."
+    )
+    prefix_cache_mib: int | None = Field(
+        default=None,
+        description="MiB of them for prompts and answers that later requests may begin with; "
+        "0 keeps none (in process only).",
     )
     backend: Backend | None = Field(
         default=None,

@@ -18,6 +18,7 @@ from ssd_workers.engine.grammar import GrammarState
 from ssd_workers.engine.grammar_compiler import GrammarCompiler
 from ssd_workers.engine.loading import LoadedModel
 from ssd_workers.engine.logit_rules import TokenHistory, has_rules
+from ssd_workers.engine.memory import CacheMemory
 from ssd_workers.engine.noise import fresh_seed
 from ssd_workers.engine.sequence import Sequence
 from ssd_workers.engine.text_stream import TextStream
@@ -35,6 +36,7 @@ class RequestBuilder:
       draft: the loaded draft model, if there is one.
       chat_format: how messages become tokens.
       max_model_len: longest prompt plus output, in tokens.
+      memory: where keys and values have to fit.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class RequestBuilder:
         draft: LoadedModel | None,
         chat_format: ChatFormat,
         max_model_len: int,
+        memory: CacheMemory,
     ) -> None:
         self._config = config
         self._target = target
         self._chat_format = chat_format
         self._max_model_len = max_model_len
+        self._memory = memory
         self._draft = draft
         self._grammars = GrammarCompiler(target.tokenizer, target.vocab_size, target.eos_token_ids)
         self._drafters = DrafterSelection(target, draft, config.suffix_store)
@@ -80,7 +84,7 @@ class RequestBuilder:
 
         Raises:
           ModelNotFoundError: the request is for another model.
-          ContextLengthError: prompt and max_tokens do not fit the context.
+          ContextLengthError: prompt and max_tokens do not fit the context, or the memory.
           InvalidStructureError: its structured_output cannot be compiled or satisfied.
           ChatTemplateError, InvalidRequestError: it cannot be encoded or drafted as asked.
         """
@@ -132,7 +136,7 @@ class RequestBuilder:
                 f"The prompt has {prompt_length} tokens and max_tokens={asked}, together more "
                 f"than the {self._max_model_len} of model {self._target.name!r}'s context."
             )
-        return room if asked is None else asked
+        return self._memory.max_new_tokens(prompt_length, asked, room)
 
     def _decode(self, token_ids: list[int]) -> str:
         tokenizer: Any = self._target.tokenizer

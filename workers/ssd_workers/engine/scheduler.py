@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ssd_integrations.errors import DeadlineExceededError, OverloadedError, SSDError
+from ssd_workers.engine.kv_cache import BLOCK
 from ssd_workers.engine.sequence import Sequence
 
-PREFILL_ROWS = 256
-"""Prompt tokens per step over all sequences: a long prompt is cut so that others keep going."""
+HasRoom = Callable[[Sequence, list[Sequence]], bool]
+"""Whether a sequence may start beside those that run."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,26 @@ class Scheduler:
         """Put a sequence at the end of the queue."""
         self.waiting.append(sequence)
 
-    def admit(self) -> list[Sequence]:
-        """Move waiting sequences into free rows; returns those admitted now."""
+    def admit(self, has_room: HasRoom) -> list[Sequence]:
+        """Move waiting sequences into free rows; returns those admitted now.
+
+        One that has no room holds up those behind it, or it might wait for ever.
+        """
         admitted = []
         while self.waiting and len(self.running) < self._max_num_seqs:
+            if not has_room(self.waiting[0], self.running):
+                break
             sequence = self.waiting.popleft()
-            sequence.admitted_at = time.monotonic()
+            if sequence.admitted_at is None:
+                sequence.admitted_at = time.monotonic()
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Let a running sequence be the next to be admitted again."""
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
@@ -84,23 +97,42 @@ class Scheduler:
                         sequence,
                         OverloadedError(
                             f"The request waited queue_timeout_s={limit:g} s for one of "
-                            f"{self._max_num_seqs} rows."
+                            f"{self._max_num_seqs} rows and for memory."
                         ),
                     )
                 )
         return found
 
-    def plan(self) -> StepPlan:
-        """Rows for the next step: everyone who decodes, and prompt chunks up to the budget."""
-        prefill = []
+    def plan(self, prompt_rows: int, *, sharing: bool) -> StepPlan:
+        """Rows for the next step: everyone who decodes, and chunks of prompts.
+
+        Parameters:
+          prompt_rows: rows of prompts at most, over all sequences; first come, first served.
+          sharing: whether a sequence can have a block that another has computed. It then waits
+            for one that the other is about to compute.
+        """
+        prefill: list[tuple[Sequence, int]] = []
         decode = []
-        budget = PREFILL_ROWS
         for sequence in self.running:
             if not sequence.in_prefill:
                 decode.append(sequence)
-            elif budget > 0:
+            elif prompt_rows > 0:
+                if sharing and any(_computes_for(other, sequence) for other, _ in prefill):
+                    continue
                 assert sequence.cache is not None  # given at admission
-                end = min(sequence.prompt_length, sequence.cache.length + budget)
-                budget -= end - sequence.cache.length
+                end = min(sequence.prefill_length, sequence.cache.length + prompt_rows)
+                prompt_rows -= end - sequence.cache.length
                 prefill.append((sequence, end))
         return StepPlan(prefill, decode)
+
+
+def _computes_for(first: Sequence, second: Sequence) -> bool:
+    """Whether ``first`` is about to compute the block that ``second`` needs next."""
+    assert first.cache is not None
+    assert second.cache is not None
+    end = (second.cache.length // BLOCK + 1) * BLOCK
+    return (
+        first.cache.length < end <= first.prefill_length
+        and end < len(second.token_ids)
+        and first.token_ids[:end] == second.token_ids[:end]
+    )

@@ -46,6 +46,9 @@ class Sequence:
     history: TokenHistory | None = None
     grammar: GrammarState | None = None
     cache: SequenceCache | None = None
+    #: Positions that there is room for, and prompt tokens that were not computed but found.
+    reserved_length: int = 0
+    cached_tokens: int = 0
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -87,9 +90,22 @@ class Sequence:
         return max(0, min(self.num_draft_tokens, self.remaining_tokens - 1))
 
     @property
+    def max_length(self) -> int:
+        """Prompt and the longest possible output, in tokens."""
+        return self.prompt_length + self.max_new_tokens
+
+    @property
+    def prefill_length(self) -> int:
+        """Tokens that are read before the next one is written.
+
+        That is the prompt; for a sequence that was put back, all but the last token of its output.
+        """
+        return max(self.prompt_length, len(self.token_ids) - 1)
+
+    @property
     def in_prefill(self) -> bool:
-        """Whether prompt tokens are still to be put into the cache."""
-        return self.cache is None or self.cache.length < self.prompt_length
+        """Whether tokens are still to be put into the cache before the next one is written."""
+        return self.cache is None or self.cache.length < self.prefill_length
 
     def extend(self, tokens: list[int]) -> None:
         """Append accepted output."""
@@ -133,6 +149,7 @@ class Sequence:
                 prompt_tokens=self.prompt_length,
                 completion_tokens=self.num_output_tokens,
                 total_tokens=len(self.token_ids),
+                cached_tokens=self.cached_tokens,
             ),
             speculation=self._speculation(),
             timing=self._timing(),
