@@ -65,6 +65,7 @@ class Bench:
             max_num_seqs=BATCH,
             attn_implementation=self.attention,
             decode_step=self.step,
+            prefix_cache_mib=0,  # every run reads its prompts
         )
         self.service = EngineService(config)
         self.service.start()

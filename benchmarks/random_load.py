@@ -237,7 +237,7 @@ def main() -> int:
         options: dict[str, Any] = {"draft_model": draft} if draft else {}
         backend = LocalBackend(
             model=model, dtype=args.dtype, device=args.device, attn_implementation=args.attention,
-            decode_step=args.step, max_model_len=512, **options,
+            decode_step=args.step, max_model_len=512, prefix_cache_mib=1, **options,
         )  # fmt: skip
         try:
             load = Load(

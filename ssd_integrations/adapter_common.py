@@ -145,6 +145,7 @@ class AdapterParameters(AdapterFields):
                 mode=options["speculation"],
                 **{name: options[name] for name in SPECULATION_OPTIONS},
             ),
+            structured_output=options["structured_output"],
             queue=options["queue"],
             queue_timeout_s=options["queue_timeout"],
             timeout_s=options["timeout"],

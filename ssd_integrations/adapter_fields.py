@@ -33,6 +33,7 @@ CALL_OPTIONS = (
     *LOGPROB_OPTIONS,
     "speculation",
     *SPECULATION_OPTIONS,
+    "structured_output",
     "timeout",
     "queue",
     "queue_timeout",
@@ -50,6 +51,8 @@ ENGINE_OPTIONS = (
     "num_threads",
     "chat_template",
     "suffix_store",
+    "kv_cache_mib",
+    "prefix_cache_mib",
 )
 
 # What the answer depends on, statistics included; the rest says where, when and for how long.
@@ -62,11 +65,13 @@ OUTPUT_OPTIONS = (
     "max_model_len",
     "chat_template",
     "suffix_store",
+    "kv_cache_mib",
     *SAMPLING_OPTIONS,
     *SAMPLING_COLLECTIONS,
     *LOGPROB_OPTIONS,
     "speculation",
     *SPECULATION_OPTIONS,
+    "structured_output",
 )
 
 
@@ -132,6 +137,11 @@ class AdapterFields(BaseModel):
         description="coupled: a seed gives one text, whatever the drafter. rejection: the rule of "
         "the literature; the same law, but when sampling, a seed's text depends on the drafts.",
     )
+    structured_output: dict[str, Any] | None = Field(
+        default=None,
+        description="The form of the answer: a dict with one of json_schema, regex, choice and "
+        "grammar.",
+    )
     timeout: float | None = Field(
         default=None, description="Seconds until the whole answer must be there."
     )
@@ -173,6 +183,14 @@ class AdapterFields(BaseModel):
     suffix_store: str | None = Field(
         default=None,
         description="File that keeps what suffix drafts learnt between starts (in process only).",
+    )
+    kv_cache_mib: int | None = Field(
+        default=None, description="MiB for keys and values (in process only)."
+    )
+    prefix_cache_mib: int | None = Field(
+        default=None,
+        description="MiB of them for prompts and answers that later requests may begin with; "
+        "0 keeps none (in process only).",
     )
     backend: Backend | None = Field(
         default=None,

@@ -79,6 +79,22 @@ class ChatTemplateError(InvalidRequestError):
     )
 
 
+class InvalidStructureError(InvalidRequestError):
+    """A schema, regular expression or grammar is malformed, unsupported or matches nothing."""
+
+    code = "invalid_structure"
+    default_remedy = "Correct it; docs/structured-output.md says what is supported."
+
+
+class IncompleteStructureError(SSDError):
+    """The token limit came before the structured answer was complete."""
+
+    code = "incomplete_structure"
+    default_remedy = (
+        "Raise max_tokens, or bound the schema (maxLength, maxItems) so that the answer fits."
+    )
+
+
 class ModelNotFoundError(SSDError):
     """No model by this name: not `demo`, not a folder, not a GGUF file, not a reachable hub id."""
 

@@ -2,7 +2,8 @@
 
 JSON only, versioned, every field bounded. Adapters speak it down, workers speak it up; both
 the in-process backend and the Celery backend carry exactly these messages. Requests are defined
-here, events in protocol_events.py; everybody imports both from here.
+here, events in protocol_events.py, the form of an answer in protocol_structure.py; everybody
+imports all of them from here.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ssd_integrations.protocol_events import (
     event_from_json,
     is_terminal,
 )
+from ssd_integrations.protocol_structure import MAX_STRUCTURE_BYTES, StructuredOutput
 from ssd_integrations.validation import describe_validation_error
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "MAX_MESSAGES",
     "MAX_NEW_TOKENS",
     "MAX_PROMPT_CHARS",
+    "MAX_STRUCTURE_BYTES",
     "PROTOCOL_VERSION",
     "Acceptance",
     "DeltaEvent",
@@ -56,6 +59,7 @@ __all__ = [
     "SpeculationParams",
     "SpeculationStats",
     "StartedEvent",
+    "StructuredOutput",
     "Timing",
     "TokenLogprob",
     "ToolCall",
@@ -182,7 +186,8 @@ class GenerationRequest(WireMessage):
     """One call of a model.
 
     Exactly one of ``messages`` (rendered through the model's chat template) and ``prompt``
-    (taken as it is) must be given.
+    (taken as it is) must be given. With ``structured_output`` the form decides where the answer
+    ends, so the options of ``sampling`` that would end it elsewhere are refused.
     """
 
     version: Literal[1] = PROTOCOL_VERSION
@@ -194,6 +199,7 @@ class GenerationRequest(WireMessage):
     prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARS)
     sampling: SamplingParams = SamplingParams()
     speculation: SpeculationParams = SpeculationParams()
+    structured_output: StructuredOutput | None = None
     queue: QueueName = "interactive"
     queue_timeout_s: float = Field(default=60.0, gt=0.0, le=7 * 86_400.0)
     timeout_s: float | None = Field(default=None, gt=0.0, le=7 * 86_400.0)
@@ -206,6 +212,17 @@ class GenerationRequest(WireMessage):
             raise ValueError("messages is empty: give at least one message")
         if self.prompt is not None and not self.prompt:
             raise ValueError("prompt is empty: give at least one character")
+        return self
+
+    @model_validator(mode="after")
+    def _one_end(self) -> GenerationRequest:
+        if self.structured_output is None:
+            return self
+        for option in ("stop", "stop_token_ids", "ignore_eos", "min_tokens"):
+            if getattr(self.sampling, option):
+                raise ValueError(
+                    f"{option} does not go with structured_output, which says where the answer ends"
+                )
         return self
 
 

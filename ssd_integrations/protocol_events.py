@@ -14,11 +14,15 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Usage(WireMessage):
-    """Token counts; the end-of-sequence token counts as generated."""
+    """Token counts; the end-of-sequence token counts as generated.
+
+    ``cached_tokens`` of the prompt were not computed but found: an earlier request began alike.
+    """
 
     prompt_tokens: int = Field(ge=0)
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=0)
+    cached_tokens: int = Field(default=0, ge=0)
 
 
 class SpeculationStats(WireMessage):

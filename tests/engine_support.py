@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,15 @@ from ssd_integrations.protocol import (
     ModelInfo,
     SamplingParams,
     SpeculationParams,
+    StructuredOutput,
     is_terminal,
 )
 from ssd_workers.engine.drafters.base import Drafter, DraftView
 from ssd_workers.engine.engine import Engine
+from ssd_workers.engine.grammar_compiler import GrammarCompiler
 from ssd_workers.engine.loading import LoadedModel, load_model
 from ssd_workers.engine.logit_rules import TokenHistory, has_rules
+from ssd_workers.engine.memory import CacheMemory
 from ssd_workers.engine.runner import RowBlock
 from ssd_workers.engine.sampling import process_logits
 from ssd_workers.engine.sequence import Sequence
@@ -30,6 +34,8 @@ from ssd_workers.models.store import resolve_model
 from ssd_workers.progress import no_progress
 
 NEAR_TIE = 1e-3
+# One for each tokenizer, which it keeps alive.
+_compilers: dict[int, GrammarCompiler] = {}
 # Tiny models are too fast for drafts to pay; exactness has to be tested all the same.
 FIXED_LENGTH = SpeculationParams(adaptive=False)
 
@@ -47,6 +53,18 @@ class Job:
     max_new_tokens: int = 32
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    structure: StructuredOutput | None = None
+
+
+def make_engine(
+    target: LoadedModel, memory: CacheMemory | None = None, max_num_seqs: int = 8
+) -> Engine:
+    """An engine without a service around it."""
+    info = ModelInfo(
+        name="tiny", architecture="tiny", context_length=512, vocab_size=target.vocab_size,
+        dtype="float32", device="cpu",
+    )  # fmt: skip
+    return Engine(target, info, max_num_seqs, memory)
 
 
 def run_batch(
@@ -57,13 +75,34 @@ def run_batch(
     num_draft_tokens: int = 5,
     max_num_seqs: int = 8,
     speculation: SpeculationParams = FIXED_LENGTH,
+    engine: Engine | None = None,
 ) -> list[FinishedEvent]:
     """Decode all jobs together and return their finished events, in order."""
-    info = ModelInfo(
-        name="tiny", architecture="tiny", context_length=512, vocab_size=target.vocab_size,
-        dtype="float32", device="cpu",
-    )  # fmt: skip
-    engine = Engine(target, info, max_num_seqs)
+    results = run_to_end(
+        target,
+        jobs,
+        drafter,
+        num_draft_tokens=num_draft_tokens,
+        max_num_seqs=max_num_seqs,
+        speculation=speculation,
+        engine=engine,
+    )
+    assert all(isinstance(event, FinishedEvent) for event in results), results
+    return results  # type: ignore[return-value]
+
+
+def run_to_end(
+    target: LoadedModel,
+    jobs: Seq[Job],
+    drafter: Drafter | None = None,
+    *,
+    num_draft_tokens: int = 5,
+    max_num_seqs: int = 8,
+    speculation: SpeculationParams = FIXED_LENGTH,
+    engine: Engine | None = None,
+) -> list[Event]:
+    """Decode all jobs together and return their last events, whatever they are."""
+    engine = engine or make_engine(target, max_num_seqs=max_num_seqs)
     ended: dict[str, Event] = {}
 
     def on_event(event: Event) -> None:
@@ -71,34 +110,58 @@ def run_batch(
             ended[event.request_id] = event
 
     for index, job in enumerate(jobs):
-        request = GenerationRequest(
-            model="tiny",
-            prompt="x",
-            request_id=f"r{index}",
-            sampling=job.sampling,
-            speculation=speculation,
-        )
         engine.add(
-            Sequence(
-                request=request,
-                token_ids=list(job.prompt),
-                prompt_length=len(job.prompt),
-                max_new_tokens=job.max_new_tokens,
-                seed=job.seed,
-                drafter=drafter,
-                num_draft_tokens=num_draft_tokens,
-                # Ids as text, so that equal texts are equal tokens.
-                text=TextStream(lambda ids: "".join(f"<{i}>" for i in ids), job.sampling.stop),
-                on_event=on_event,
-                end_token_ids=target.eos_token_ids | frozenset(job.sampling.stop_token_ids),
-                history=TokenHistory(job.prompt) if has_rules(job.sampling) else None,
+            make_sequence(
+                target, job, on_event, f"r{index}", drafter=drafter,
+                num_draft_tokens=num_draft_tokens, speculation=speculation,
             )
-        )
+        )  # fmt: skip
     while engine.has_work:
         engine.step()
-    results = [ended[f"r{index}"] for index in range(len(jobs))]
-    assert all(isinstance(event, FinishedEvent) for event in results), results
-    return results  # type: ignore[return-value]
+    return [ended[f"r{index}"] for index in range(len(jobs))]
+
+
+def make_sequence(
+    target: LoadedModel,
+    job: Job,
+    on_event: Callable[[Event], None],
+    request_id: str = "r0",
+    *,
+    drafter: Drafter | None = None,
+    num_draft_tokens: int = 5,
+    speculation: SpeculationParams = FIXED_LENGTH,
+) -> Sequence:
+    """What an engine needs to run ``job``."""
+    request = GenerationRequest(
+        model="tiny",
+        prompt="x",
+        request_id=request_id,
+        sampling=job.sampling,
+        speculation=speculation,
+        structured_output=job.structure,
+    )
+    return Sequence(
+        request=request,
+        token_ids=list(job.prompt),
+        prompt_length=len(job.prompt),
+        max_new_tokens=job.max_new_tokens,
+        seed=job.seed,
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        # Ids as text, so that equal texts are equal tokens.
+        text=TextStream(lambda ids: "".join(f"<{i}>" for i in ids), job.sampling.stop),
+        on_event=on_event,
+        end_token_ids=target.eos_token_ids | frozenset(job.sampling.stop_token_ids),
+        history=TokenHistory(job.prompt) if has_rules(job.sampling) else None,
+        grammar=_grammars(target).start(job.structure) if job.structure else None,
+    )
+
+
+def _grammars(target: LoadedModel) -> GrammarCompiler:
+    key = id(target.tokenizer)
+    if key not in _compilers:
+        _compilers[key] = GrammarCompiler(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    return _compilers[key]
 
 
 def output_ids(event: FinishedEvent) -> list[int]:

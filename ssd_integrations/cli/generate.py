@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from ssd_integrations.cli.progress import LoadingBar
 from ssd_integrations.cli.render import note, stats_line, write_delta, write_text
 from ssd_integrations.cli.request_options import AnswerOptions
 from ssd_integrations.cli.session import open_session, stream
+from ssd_integrations.cli.structure_options import StructureOptions
 from ssd_integrations.errors import InvalidRequestError
 from ssd_integrations.protocol import (
     MAX_PROMPT_CHARS,
@@ -29,6 +30,7 @@ _JSON_FIELDS = {"text", "finish_reason", "usage", "speculation", "timing", "mode
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads standard input.")],
     options: AnswerOptions,
+    structure: StructureOptions,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the stream.")
     ] = False,
@@ -44,6 +46,8 @@ def generate(
       ssd generate "Name a colour" --temperature 0.8 --seed 7 --json
       ssd generate "Name a colour" --logit-bias 42:-100 --json --logprobs 3
       ssd generate "Once upon a time" --raw --speculation off
+      ssd generate "Is 7 prime?" --choice yes,no
+      ssd generate "A person" --json-schema person.json
       ssd generate "Say hello" --broker-url redis://localhost:6379/0
     """
     with report_failures(as_json=as_json):
@@ -54,7 +58,8 @@ def generate(
                     remedy="Add --json, which prints them.",
                 )
             options.check()
-            request = _request(options, _read_prompt(prompt))
+            form = structure.structured_output()
+            request = _request(options, _read_prompt(prompt), form)
         _run(options, request, as_json)
 
 
@@ -77,7 +82,7 @@ def _read_prompt(prompt: str) -> str:
         ) from error
 
 
-def _request(options: AnswerOptions, prompt: str) -> GenerationRequest:
+def _request(options: AnswerOptions, prompt: str, form: dict[str, Any] | None) -> GenerationRequest:
     if not prompt.strip():
         raise InvalidRequestError("The prompt is empty.", remedy="Give some text.")
     if options.raw:
@@ -85,11 +90,11 @@ def _request(options: AnswerOptions, prompt: str) -> GenerationRequest:
             raise InvalidRequestError(
                 "--system has no place in a raw prompt.", remedy="Leave out --raw or --system."
             )
-        return options.request(prompt=prompt)
+        return options.request(prompt=prompt, structured_output=form)
     turns = [{"role": "user", "content": prompt}]
     if options.system is not None:
         turns.insert(0, {"role": "system", "content": options.system})
-    return options.request(messages=turns)
+    return options.request(messages=turns, structured_output=form)
 
 
 def _run(options: AnswerOptions, request: GenerationRequest, as_json: bool) -> None:

@@ -52,6 +52,8 @@ def stats_line(event: FinishedEvent) -> str:
         f"{timing.tokens_per_second:.1f} tokens/s",
         f"first token after {timing.time_to_first_token_s:.2f} s",
     ]
+    if usage.cached_tokens:
+        parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
     if stats.method == "off":
         parts.append("no speculation")
     else:

@@ -100,8 +100,9 @@ class AnswerOptions:
         *,
         messages: Sequence[Mapping[str, str]] | None = None,
         prompt: str | None = None,
+        structured_output: Mapping[str, Any] | None = None,
     ) -> GenerationRequest:
-        """The request for these messages or this raw prompt.
+        """The request for these messages or this raw prompt, and the form of its answer.
 
         Raises:
           InvalidRequestError: a value is out of bounds.
@@ -125,6 +126,7 @@ class AnswerOptions:
             speculation=build_speculation(
                 mode=self.speculation, **self._fields_of(SpeculationParams)
             ),
+            structured_output=structured_output,
             **limits,
         )
 

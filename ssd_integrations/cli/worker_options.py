@@ -41,6 +41,24 @@ ChatTemplate = Annotated[
         rich_help_panel=_WORKER,
     ),
 ]
+KVCache = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-cache-mib",
+        help="Memory for keys and values, in MiB.",
+        show_default="what is free, less a reserve",
+        rich_help_panel=_WORKER,
+    ),
+]
+PrefixCache = Annotated[
+    int | None,
+    typer.Option(
+        "--prefix-cache-mib",
+        help="MiB of it for prompts and answers that later requests may begin with; 0: none.",
+        show_default="256 on a CPU, else 1024",
+        rich_help_panel=_WORKER,
+    ),
+]
 Grace = Annotated[
     float,
     typer.Option(
@@ -79,6 +97,8 @@ class WorkerOptions:
     num_draft_tokens: DraftTokens = 8
     num_threads: NumThreads = None
     chat_template: ChatTemplate = None
+    kv_cache_mib: KVCache = None
+    prefix_cache_mib: PrefixCache = None
     grace_s: Grace = 30.0
     visibility_timeout_s: VisibilityTimeout = 60.0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from langchain_core.language_models.chat_models import generate_from_stream
 from langchain_core.messages import AIMessageChunk
-from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from ssd_integrations.adapter_common import token_bytes
@@ -78,15 +78,22 @@ def _logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     ]
 
 
+def _usage(usage: Usage) -> UsageMetadata:
+    metadata = UsageMetadata(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+    )
+    if usage.cached_tokens:
+        metadata["input_token_details"] = InputTokenDetails(cache_read=usage.cached_tokens)
+    return metadata
+
+
 def _last_message(event: FinishedEvent) -> AIMessageChunk:
     return AIMessageChunk(
         content="",
         chunk_position="last",
-        usage_metadata=UsageMetadata(
-            input_tokens=event.usage.prompt_tokens,
-            output_tokens=event.usage.completion_tokens,
-            total_tokens=event.usage.total_tokens,
-        ),
+        usage_metadata=_usage(event.usage),
         response_metadata={
             "model_name": event.model.name,
             "model_provider": MODEL_PROVIDER,

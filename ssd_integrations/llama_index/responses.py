@@ -16,7 +16,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from ssd_integrations.adapter_common import token_bytes
-from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, TokenLogprob
+from ssd_integrations.protocol import DeltaEvent, Event, FinishedEvent, TokenLogprob, Usage
 
 
 class Answer:
@@ -57,7 +57,7 @@ class Answer:
             "model": self.finished.model.name,
             "finish_reason": self.finished.finish_reason,
             "stop_sequence": self.finished.stop_sequence,
-            "usage": self.finished.usage.model_dump(mode="json"),
+            "usage": _usage(self.finished.usage),
             "speculation": self.finished.speculation.model_dump(mode="json"),
             "timing": self.finished.timing.model_dump(mode="json"),
         }
@@ -72,6 +72,16 @@ class Answer:
         return CompletionResponse(
             text=self.text, delta=self.delta, raw=self.raw, logprobs=self.logprobs
         )
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Token counts, named and nested as OpenAI does."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
 
 
 def _logprobs(entry: TokenLogprob) -> list[LogProb]:

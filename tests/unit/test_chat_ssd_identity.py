@@ -77,6 +77,7 @@ def test_pickle_and_copy() -> None:
         {"num_draft_tokens": 3},
         {"adaptive": False},
         {"acceptance": "rejection"},
+        {"structured_output": {"regex": "a"}},
         {"n": 2},
     ],
 )

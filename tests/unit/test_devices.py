@@ -20,6 +20,7 @@ from ssd_integrations.protocol import FinishedEvent, build_request, build_sampli
 from ssd_workers.engine.attention import ATTENTION_NAME, Grouping
 from ssd_workers.engine.config import AttnImplementation, EngineConfig, build_engine_config
 from ssd_workers.engine.loading import LoadedModel, load_engine_models, load_model
+from ssd_workers.engine.prompt_pace import PromptPace
 from ssd_workers.engine.runner import ModelRunner, RowBlock
 from ssd_workers.engine.step_cost import StepCost
 from ssd_workers.models.store import resolve_model
@@ -112,14 +113,19 @@ def test_a_step_is_timed_after_the_device_is_done(
     """Else the clock would see how long launching takes, and drafts would be budgeted by that."""
     model = load_tiny(tiny_model)
     calls: list[str] = []
-    observe = StepCost.observe
 
-    def observing(self: StepCost, rows: int, seconds: float) -> None:
-        calls.append("observe")
-        observe(self, rows, seconds)
+    def observing(kind: Any) -> None:
+        observe = kind.observe
+
+        def observed(self: Any, rows: int, seconds: float) -> None:
+            calls.append("observe")
+            observe(self, rows, seconds)
+
+        monkeypatch.setattr(kind, "observe", observed)
 
     monkeypatch.setattr(model.runner, "synchronize", lambda: calls.append("synchronize"))
-    monkeypatch.setattr(StepCost, "observe", observing)
+    observing(StepCost)
+    observing(PromptPace)
     run_batch(model, [Job([5, 6, 7], 4)])
     assert calls == ["synchronize", "observe"] * (len(calls) // 2)
     assert calls

@@ -52,6 +52,7 @@ async def test_eight_endpoints_tell_the_same() -> None:
             "prompt_tokens": 7,
             "completion_tokens": 3,
             "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
         assert response.raw["speculation"] == STATS.model_dump(mode="json")
         assert response.raw["finish_reason"] == "stop"

@@ -57,6 +57,8 @@ class Options:
             "num_threads": self.num_threads,
             "num_draft_tokens": self.num_draft_tokens,
             "max_num_seqs": max(self.requests, _DEFAULT_SEQUENCES),
+            # A mode must not find the prompt in memory that another one has just read.
+            "prefix_cache_mib": 0,
         }
         return {name: value for name, value in wanted.items() if value is not None}
 

@@ -37,6 +37,10 @@ class EngineConfig(BaseModel):
     ``attn_implementation`` is "packed", this engine's own products, or "sdpa", torch's fused ones.
     ``decode_step`` is "eager", or steps of fixed shapes: "static" runs them one operation after the
     other, "graphs" as CUDA graphs, "compile" by torch.compile.
+
+    ``kv_cache_mib`` is the memory for keys and values, on all devices together; None takes what is
+    free once the models are loaded, less a reserve. ``prefix_cache_mib`` of it may hold those of
+    earlier prompts and answers; None is 256 on a CPU and 1024 elsewhere, 0 keeps nothing.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -55,6 +59,8 @@ class EngineConfig(BaseModel):
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     suffix_store: str | None = Field(default=None, min_length=1, max_length=4096)
     chat_template: str | None = Field(default=None, max_length=1_000_000)
+    kv_cache_mib: int | None = Field(default=None, ge=1, le=2**30)
+    prefix_cache_mib: int | None = Field(default=None, ge=0, le=2**30)
 
     @field_validator("device_map", mode="before")
     @classmethod

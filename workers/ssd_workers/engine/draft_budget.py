@@ -68,9 +68,11 @@ class DraftBudget:
 
     def lengths(self, sequences: list[Sequence], cost: StepCost) -> dict[Sequence, int]:
         """The longest draft of each sequence for the next step."""
-        fixed = {s: _limit(s) for s in sequences if not s.request.speculation.adaptive}
-        adaptive = [s for s in sequences if s not in fixed and _limit(s) > 0]
-        candidates = [Candidate(_limit(s), self._rate(s).value, self._seconds(s)) for s in adaptive]
+        fixed = {s: s.draft_limit for s in sequences if not s.request.speculation.adaptive}
+        adaptive = [s for s in sequences if s not in fixed and s.draft_limit > 0]
+        candidates = [
+            Candidate(s.draft_limit, self._rate(s).value, self._seconds(s)) for s in adaptive
+        ]
         rows = len(sequences) + sum(fixed.values())
         chosen = allocate(candidates, cost.base + cost.per_row * rows, cost.per_row)
         lengths = dict.fromkeys(sequences, 0) | fixed
@@ -112,13 +114,6 @@ class DraftBudget:
         idle = self._idle_steps.get(sequence, 0) + 1
         self._idle_steps[sequence] = idle % PROBE_EVERY
         return 1 if idle == PROBE_EVERY else 0
-
-
-def _limit(sequence: Sequence) -> int:
-    """The longest useful draft: one of the remaining tokens is the correction or bonus."""
-    if sequence.drafter is None:
-        return 0
-    return max(0, min(sequence.num_draft_tokens, sequence.remaining_tokens - 1))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from ssd_integrations.protocol import (
 from ssd_workers.engine.draft_budget import DraftBudget
 from ssd_workers.engine.drafters.base import Drafter
 from ssd_workers.engine.loading import LoadedModel
+from ssd_workers.engine.memory import CacheMemory
+from ssd_workers.engine.prompt_pace import PromptPace
 from ssd_workers.engine.runner import RowBlock
 from ssd_workers.engine.scheduler import Scheduler
 from ssd_workers.engine.sequence import Sequence
@@ -24,13 +26,28 @@ from ssd_workers.engine.verifier import StepRows, Verdict, verify
 
 
 class Engine:
-    """Runs sequences to their end. Not thread-safe: one thread calls it."""
+    """Runs sequences to their end. Not thread-safe: one thread calls it.
 
-    def __init__(self, target: LoadedModel, info: ModelInfo, max_num_seqs: int) -> None:
+    Parameters:
+      target: the loaded target model.
+      info: what finished events say of it.
+      max_num_seqs: sequences that run at once.
+      memory: gives sequences their caches; without one, as many as they want.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        info: ModelInfo,
+        max_num_seqs: int,
+        memory: CacheMemory | None = None,
+    ) -> None:
         self._target = target
         self._info = info
+        self._memory = memory or CacheMemory(target.runner)
         self._scheduler = Scheduler(max_num_seqs)
         self._cost = target.runner.calibrate()
+        self._pace = PromptPace(self._cost.per_row, joined=target.runner.joins_prompts)
         self._budget = DraftBudget()
 
     @property
@@ -53,19 +70,24 @@ class Engine:
             self._finish(sequence, "cancelled", None)
         for sequence, error in self._scheduler.overdue():
             self.fail(sequence, error)
-        for sequence in self._scheduler.admit():
-            sequence.cache = self._target.runner.new_cache(sequence.prompt_length)
+        self._admit()
         rows = self._collect_rows()
         if not rows:
             return
         # Asked before the forward, which completes prompts: their rows say nothing about drafts.
-        decoding = not any(r.sequence.in_prefill for r in rows)
+        reading = [r for r in rows if r.sequence.in_prefill]
+        prompt_rows = sum(len(r.block.token_ids) for r in reading)
+        decode_rows = sum(len(r.block.token_ids) for r in rows) - prompt_rows
         started = time.perf_counter()
         logits = self._target.runner.forward([r.block for r in rows])
-        if decoding:
-            # Launching is not running; verification would wait here in any case.
-            self._target.runner.synchronize()
-            self._cost.observe(sum(len(r.block.token_ids) for r in rows), _elapsed(started))
+        # Launching is not running; verification would wait here in any case.
+        self._target.runner.synchronize()
+        if reading:
+            self._pace.observe(prompt_rows, _elapsed(started) - self._cost.seconds(decode_rows))
+        else:
+            self._cost.observe(decode_rows, _elapsed(started))
+        for r in reading:
+            self._memory.keep(r.sequence)
         for r, verdict in zip(rows, verify(rows, logits, self._decode), strict=True):
             if verdict.emitted:
                 self._advance(r, verdict)
@@ -77,6 +99,17 @@ class Engine:
             FailedEvent(request_id=sequence.request_id, error=ErrorInfo.from_error(error))
         )
 
+    def _admit(self) -> None:
+        """Caches for those that start, out of which those that outgrew the memory must go."""
+        for sequence in reversed(self._memory.outgrown(self._scheduler.running)):
+            self._scheduler.put_back(sequence)
+            self._free(sequence)
+        for sequence in self._scheduler.admit(self._memory.has_room):
+            self._memory.open(sequence)
+        for sequence in self._scheduler.running:
+            if sequence.in_prefill:
+                self._memory.reuse(sequence)
+
     def _collect_rows(self) -> list[StepRows]:
         rows = []
         decoding = self._scheduler.decoding()
@@ -85,11 +118,15 @@ class Engine:
             tokens = [sequence.token_ids[-1], *draft]
             rows.append(StepRows(sequence, RowBlock(sequence.cache, tokens, len(tokens)), draft))
         decode_rows = sum(len(r.block.token_ids) for r in rows)
-        for sequence, end in self._scheduler.prompt_chunks(decode_rows):
+        # Drafts are not a part of what a prompt may double.
+        plain = self._cost.seconds(len(decoding)) if decoding else 0.0
+        prompt_rows = self._pace.rows(plain, decode_rows)
+        sharing = self._memory.prefixes is not None
+        for sequence, end in self._scheduler.prompt_chunks(prompt_rows, sharing=sharing):
             assert sequence.cache is not None
             tokens = sequence.token_ids[sequence.cache.length : end]
-            # Only the last row of the prompt says something about the output.
-            keep = 1 if end == sequence.prompt_length else 0
+            # Only the last row says something about the output, and only if that is new.
+            keep = 1 if end == len(sequence.token_ids) else 0
             rows.append(StepRows(sequence, RowBlock(sequence.cache, tokens, keep), []))
         return rows
 
@@ -106,11 +143,13 @@ class Engine:
             proposed = drafter.propose(group, limits)
             self._budget.observe_drafting(drafter, limits, _elapsed(started))
             drafts.update(zip(group, proposed, strict=True))
-        return [drafts.get(sequence, []) for sequence in sequences]
+        return [sequence.fit_draft(drafts.get(sequence, [])) for sequence in sequences]
 
     def _advance(self, rows: StepRows, verdict: Verdict) -> None:
         sequence, accepted, emitted = rows.sequence, verdict.accepted, verdict.emitted
         if emitted[-1] < 0:
+            # Whatever is wrong may have been kept as well.
+            self._memory.forget_prefixes()
             self.fail(
                 sequence,
                 EngineError(
@@ -120,6 +159,14 @@ class Engine:
             )
             return
         kept, reason = self._cut(sequence, emitted)
+        forced = 0
+        if sequence.grammar is not None:
+            forced = sequence.grammar.num_forced
+            try:
+                reason = sequence.grammar.advance(kept, reason)
+            except SSDError as error:
+                self.fail(sequence, error)
+                return
         visible = kept[:-1] if kept[-1] in sequence.end_token_ids else kept
         delta = sequence.text.push(visible)
         if delta.stopped is not None:
@@ -141,8 +188,9 @@ class Engine:
             )
         else:
             sequence.record_verification(len(rows.draft), min(accepted, len(kept)))
-            # What an end cut off was accepted all the same.
-            self._budget.observe(sequence, len(rows.draft), accepted)
+            # What an end cut off was accepted all the same; what a grammar forced earns nobody.
+            drafted = len(rows.draft) - forced
+            self._budget.observe(sequence, drafted, min(accepted, drafted))
         self._emit(sequence, delta.text, kept, verdict.logprobs)
         if reason is not None:
             self._finish(sequence, reason, delta.stopped)
@@ -180,12 +228,17 @@ class Engine:
             # The last, unfinished character completed a stop string.
             reason, stop = "stop", held_back.stopped
         self._emit(sequence, held_back.text, [])
+        self._memory.keep(sequence)
         self._release(sequence)
         sequence.on_event(sequence.finished_event(reason, stop, self._info))
 
     def _release(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._budget.forget(sequence)
+        self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        """Drop the caches of target and draft model."""
         sequence.cache = None
         if sequence.drafter is not None:
             sequence.drafter.forget(sequence.request_id)

@@ -13,7 +13,13 @@ from ssd_workers.engine.config import AttnImplementation, DecodeStep
 from ssd_workers.engine.fixed_step import FixedStep
 from ssd_workers.engine.placement import Placement
 from ssd_workers.engine.runner import ModelRunner, RowBlock
-from ssd_workers.engine.slots import MIN_CAPACITY, SlotCache, SlotPool, power_of_two
+from ssd_workers.engine.slots import (
+    MIN_CAPACITY,
+    SlotCache,
+    SlotPool,
+    pool_capacity,
+    power_of_two,
+)
 from ssd_workers.engine.step_executors import (
     CompiledSteps,
     CudaRecorder,
@@ -53,6 +59,8 @@ class FixedShapeRunner(ModelRunner):
       max_num_seqs: sequences that there will be at once; more are possible.
     """
 
+    joins_prompts = False
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -71,12 +79,27 @@ class FixedShapeRunner(ModelRunner):
             return _step(model, pool, inputs, num_keys)
 
         self._pool = pool
+        self._max_num_seqs = max_num_seqs
         self._executor = make_executor(step, device)
         self._version = pool.version
 
-    def new_cache(self, expected_length: int = 0) -> SlotCache:
+    @property
+    def reuses_prefixes(self) -> bool:
+        """False: blocks are copied between caches of one sequence each, which these are not."""
+        return False
+
+    def new_cache(self, expected_length: int = 0, limit: int | None = None) -> SlotCache:
         """A slot of the common buffers, with room for ``expected_length`` positions at first."""
+        del limit  # capacities are those of all sequences
         return SlotCache(self._pool, expected_length)
+
+    def cache_bytes(self, lengths: Sequence[int]) -> int:
+        """Bytes of the buffers once they have held such sequences; every slot is the longest's.
+
+        Counted for as many sequences as there can be, since buffers do not shrink.
+        """
+        slots = power_of_two(max(self._max_num_seqs, self._pool.num_slots, len(lengths)))
+        return self.bytes_per_token * slots * pool_capacity(max(lengths, default=0))
 
     @torch.inference_mode()
     def forward(self, blocks: Sequence[RowBlock]) -> torch.Tensor:
@@ -142,7 +165,7 @@ class FixedShapeRunner(ModelRunner):
         rows = next(bucket for bucket in ROW_BUCKETS if bucket >= widest)
         if slots * rows > MAX_STEP_ROWS:
             return None
-        keys = MIN_CAPACITY * power_of_two(-(-longest // MIN_CAPACITY))
+        keys = pool_capacity(longest)
         return Bucket(slots, rows, keys)
 
     def _forward_fixed(

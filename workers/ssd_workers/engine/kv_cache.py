@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 BLOCK = 64
 """Buffers grow, and keys are attended, in blocks of this many positions (see attention.py)."""
+
+BlockTensors = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""For each layer the keys and the values ``[kv_heads, BLOCK, head_dim]`` of one block."""
 
 
 class SequenceCache(ABC):
@@ -44,11 +48,20 @@ class SequenceCache(ABC):
 
 
 class GrowingCache(SequenceCache):
-    """Two buffers ``[kv_heads, capacity, head_dim]`` for each layer, of this sequence alone."""
+    """Two buffers ``[kv_heads, capacity, head_dim]`` for each layer, of this sequence alone.
 
-    def __init__(self, num_layers: int, initial_capacity: int = 4 * BLOCK) -> None:
+    Parameters:
+      num_layers: of the model.
+      initial_capacity: positions to make room for at once.
+      limit: as long as there are fewer positions, no more room than for so many is made.
+    """
+
+    def __init__(
+        self, num_layers: int, initial_capacity: int = 4 * BLOCK, limit: int | None = None
+    ) -> None:
         super().__init__()
-        self._initial_capacity = _round_up(max(initial_capacity, BLOCK))
+        self._initial_capacity = round_up(max(initial_capacity, BLOCK))
+        self._limit = limit
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
 
@@ -59,8 +72,9 @@ class GrowingCache(SequenceCache):
     def room(self, layer: int, end: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None or keys.shape[1] < end:
-            keys = self._keys[layer] = _grown(keys, like, end, self._initial_capacity)
-            values = self._values[layer] = _grown(values, like, end, self._initial_capacity)
+            capacity = self._next_capacity(0 if keys is None else keys.shape[1], end)
+            keys = self._keys[layer] = _grown(keys, like, capacity)
+            values = self._values[layer] = _grown(values, like, capacity)
         return keys, values
 
     def read(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,6 +82,34 @@ class GrowingCache(SequenceCache):
         assert keys is not None  # written earlier in the same step
         assert values is not None
         return keys[:, start:end], values[:, start:end]
+
+    @torch.inference_mode()
+    def copy_block(self, index: int) -> BlockTensors:
+        """A copy of the positions from ``index * BLOCK`` on, which are all valid."""
+        start, end = index * BLOCK, (index + 1) * BLOCK
+        layers = range(len(self._keys))
+        copied = []
+        for keys, values in (self.read(layer, start, end) for layer in layers):
+            copied.append((_copy(keys), _copy(values)))
+        return tuple(copied)
+
+    @torch.inference_mode()
+    def put_blocks(self, first: int, blocks: Sequence[BlockTensors]) -> None:
+        """Write ``blocks`` from block ``first`` on; the cache then ends with the last of them."""
+        end = (first + len(blocks)) * BLOCK
+        part = slice(first * BLOCK, end)
+        for layer in range(len(self._keys)):
+            keys, values = self.room(layer, end, blocks[0][layer][0])
+            keys[:, part] = torch.cat([block[layer][0] for block in blocks], dim=1)
+            values[:, part] = torch.cat([block[layer][1] for block in blocks], dim=1)
+        self.length = end
+
+    def _next_capacity(self, held: int, needed: int) -> int:
+        """Room for ``needed`` positions: at least half more than before, but for the limit."""
+        more = held + held // 2
+        if self._limit is not None:
+            more = min(more, self._limit)
+        return round_up(max(needed, self._initial_capacity, more))
 
 
 @dataclass(frozen=True)
@@ -79,20 +121,19 @@ class Span:
     rows: int
 
 
-def _round_up(n: int) -> int:
-    return -(-n // BLOCK) * BLOCK
+def round_up(length: int) -> int:
+    """``length`` in whole blocks."""
+    return -(-length // BLOCK) * BLOCK
 
 
-def _grown(
-    buffer: torch.Tensor | None, like: torch.Tensor, needed: int, initial: int
-) -> torch.Tensor:
-    """``buffer`` with room for ``needed`` positions; grows by at least half, zero-filled."""
-    if buffer is not None and buffer.shape[1] >= needed:
-        return buffer
-    held = 0 if buffer is None else buffer.shape[1]
-    capacity = _round_up(max(needed, initial, held + held // 2))
+def _grown(buffer: torch.Tensor | None, like: torch.Tensor, capacity: int) -> torch.Tensor:
+    """``buffer`` with room for ``capacity`` positions; what is new is zero."""
     # Zeros, not empty: masked positions get a weight of exactly 0, and 0 * NaN is NaN.
     new = like.new_zeros(like.shape[0], capacity, like.shape[2])
     if buffer is not None:
-        new[:, :held] = buffer
+        new[:, : buffer.shape[1]] = buffer
     return new
+
+
+def _copy(part: torch.Tensor) -> torch.Tensor:
+    return part.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: penalties, bias, and no end before min_tokens.
+"""What changes logits before a token is chosen: penalties, bias, min_tokens and a grammar.
 
 Each row is changed on its own and only at the ids that a rule names, so the others keep their
 bits. A row in the middle of a draft sees the drafted tokens before it as if they stood already.
@@ -37,12 +37,17 @@ class TokenHistory:
 
 @dataclass(frozen=True)
 class RowRules:
-    """What applies to one row of logits: the request's rules and the tokens before the row."""
+    """What applies to one row of logits: the request's rules and the tokens before the row.
+
+    Without a ``history`` the rules of ``sampling`` change nothing. ``allowed`` is ``[vocab]`` bool,
+    the tokens that a grammar allows; None without one.
+    """
 
     sampling: SamplingParams
-    history: TokenHistory
+    history: TokenHistory | None
     end_token_ids: Collection[int] = ()
     drafted: Sequence[int] = field(default=())
+    allowed: Tensor | None = None
 
 
 def has_rules(sampling: SamplingParams) -> bool:
@@ -59,19 +64,30 @@ def has_rules(sampling: SamplingParams) -> bool:
 def adjust_logits(logits: Tensor, rules: Sequence[RowRules | None]) -> Tensor:
     """``[rows, vocab]`` logits with each row's rules applied; the argument is not changed.
 
-    The order is repetition, frequency and presence penalty, bias, min_tokens.
+    The order is repetition, frequency and presence penalty, bias, min_tokens, grammar.
     """
     if all(rule is None for rule in rules):
         return logits
     adjusted = logits.to(torch.float32, copy=True)
     for row, rule in zip(adjusted, rules, strict=True):
-        if rule is not None:
-            _adjust_row(row, rule)
+        if rule is None:
+            continue
+        if rule.history is not None:
+            _adjust_row(row, rule, rule.history)
+        if rule.allowed is not None:
+            _mask_row(row, rule.allowed)
     return adjusted
 
 
-def _adjust_row(row: Tensor, rule: RowRules) -> None:
-    sampling, history = rule.sampling, rule.history
+def _mask_row(row: Tensor, allowed: Tensor) -> None:
+    # A draft model may have fewer tokens than the grammar knows, or padding that it does not know.
+    known = min(len(row), len(allowed))
+    row[known:] = -torch.inf
+    row[:known].masked_fill_(~allowed[:known].to(row.device), -torch.inf)
+
+
+def _adjust_row(row: Tensor, rule: RowRules, history: TokenHistory) -> None:
+    sampling = rule.sampling
     if sampling.repetition_penalty != 1.0:
         ids = _ids(sorted(history.seen.union(rule.drafted)), row)
         values = row[ids]

@@ -14,8 +14,11 @@ from ssd_integrations.protocol import Event, GenerationRequest
 from ssd_workers.engine.chat_format import ChatFormat
 from ssd_workers.engine.config import EngineConfig
 from ssd_workers.engine.drafters.selection import DrafterSelection
+from ssd_workers.engine.grammar import GrammarState
+from ssd_workers.engine.grammar_compiler import GrammarCompiler
 from ssd_workers.engine.loading import LoadedModel
 from ssd_workers.engine.logit_rules import TokenHistory, has_rules
+from ssd_workers.engine.memory import CacheMemory
 from ssd_workers.engine.noise import fresh_seed
 from ssd_workers.engine.sequence import Sequence
 from ssd_workers.engine.text_stream import TextStream
@@ -33,6 +36,7 @@ class RequestBuilder:
       draft: the loaded draft model, if there is one.
       chat_format: how messages become tokens.
       max_model_len: longest prompt plus output, in tokens.
+      memory: where keys and values have to fit.
     """
 
     def __init__(
@@ -42,12 +46,15 @@ class RequestBuilder:
         draft: LoadedModel | None,
         chat_format: ChatFormat,
         max_model_len: int,
+        memory: CacheMemory,
     ) -> None:
         self._config = config
         self._target = target
         self._chat_format = chat_format
         self._max_model_len = max_model_len
+        self._memory = memory
         self._draft = draft
+        self._grammars = GrammarCompiler(target.tokenizer, target.vocab_size, target.eos_token_ids)
         self._drafters = DrafterSelection(target, draft, config.suffix_store)
         self._named_drafters = {"": self._drafters}
 
@@ -77,7 +84,8 @@ class RequestBuilder:
 
         Raises:
           ModelNotFoundError: the request is for another model.
-          ContextLengthError: prompt and max_tokens do not fit the context.
+          ContextLengthError: prompt and max_tokens do not fit the context, or the memory.
+          InvalidStructureError: its structured_output cannot be compiled or satisfied.
           ChatTemplateError, InvalidRequestError: it cannot be encoded or drafted as asked.
         """
         drafter = self._drafters.pick(request.speculation.mode)
@@ -98,7 +106,12 @@ class RequestBuilder:
             end_token_ids=frozenset(sampling.stop_token_ids)
             | (frozenset() if sampling.ignore_eos else self._target.eos_token_ids),
             history=TokenHistory(token_ids) if has_rules(sampling) else None,
+            grammar=self._grammar(request),
         )
+
+    def _grammar(self, request: GenerationRequest) -> GrammarState | None:
+        structure = request.structured_output
+        return None if structure is None else self._grammars.start(structure)
 
     def _check_token_ids(self, request: GenerationRequest) -> None:
         size = self._target.vocab_size
@@ -123,7 +136,7 @@ class RequestBuilder:
                 f"The prompt has {prompt_length} tokens and max_tokens={asked}, together more "
                 f"than the {self._max_model_len} of model {self._target.name!r}'s context."
             )
-        return room if asked is None else asked
+        return self._memory.max_new_tokens(prompt_length, asked, room)
 
     def _decode(self, token_ids: list[int]) -> str:
         tokenizer: Any = self._target.tokenizer

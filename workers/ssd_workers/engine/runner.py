@@ -14,7 +14,7 @@ from ssd_workers.engine.attention import Grouping, PackedStep
 from ssd_workers.engine.attention_check import rows_are_exact
 from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fusion import Recorder, fuse_layers
-from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span
+from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span, round_up
 from ssd_workers.engine.step_cost import StepCost
 
 
@@ -37,7 +37,12 @@ class ModelRunner:
       model: loaded with this engine's attention.
       device: where token ids go in and logits come out.
       attention: how rows attend to their keys.
+
+    ``bytes_per_token`` of keys and values is known once :meth:`check_supported` has run.
     """
+
+    #: Whether prompts are read in the same forward as decoding rows.
+    joins_prompts = True
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class ModelRunner:
         self.model = model
         self.device = device
         self._attention = attention
+        self.bytes_per_token = 0
         config = model.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
@@ -79,9 +85,24 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Prepare steps ahead; nothing to do where they are launched one operation at a time."""
 
-    def new_cache(self, expected_length: int = 0) -> SequenceCache:
-        """An empty cache, sized at first for ``expected_length`` positions."""
-        return GrowingCache(self.num_layers, expected_length)
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether keys and values may be copied from one cache into another.
+
+        Not where the rotary embedding changes with the longest sequence in sight: what is stored
+        then depends on more than the tokens.
+        """
+        kinds = [getattr(module, "rope_type", None) for module in self.model.modules()]
+        named = {name for k in kinds for name in (k.values() if isinstance(k, dict) else (k,))}
+        return not any(name == "longrope" or "dynamic" in (name or "") for name in named)
+
+    def new_cache(self, expected_length: int = 0, limit: int | None = None) -> SequenceCache:
+        """An empty cache with room for ``expected_length`` positions, later at most ``limit``."""
+        return GrowingCache(self.num_layers, expected_length, limit)
+
+    def cache_bytes(self, lengths: Sequence[int]) -> int:
+        """Bytes of caches that end with so many positions each, all together."""
+        return self.bytes_per_token * sum(round_up(length) for length in lengths)
 
     @torch.inference_mode()
     def forward(self, blocks: Sequence[RowBlock]) -> torch.Tensor:
@@ -162,3 +183,6 @@ class ModelRunner:
                 f"{refusal} only {len(step.attended)} of its {self.num_layers} layers use "
                 "the key-value cache and attention interface that can be rolled back."
             )
+        cache = step.spans[0].cache
+        layers = (cache.read(layer, 0, 1) for layer in range(self.num_layers))
+        self.bytes_per_token = sum(keys.nbytes + values.nbytes for keys, values in layers)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from ssd_integrations.errors import DeadlineExceededError, OverloadedError, SSDError
+from ssd_workers.engine.kv_cache import BLOCK
 from ssd_workers.engine.sequence import Sequence
 
-STEP_ROWS = 256
-"""Rows of a step that reads prompts, over all sequences: a long prompt is cut so that others keep
-going. The int8 products of the next row would cost as much as 200 more (a block of the library's
-kernel), so rows that decode are counted too."""
-
-# However many rows decode, prompts go on.
-_LEAST_PROMPT_ROWS = 64
+HasRoom = Callable[[Sequence, list[Sequence]], bool]
+"""Whether a sequence may start beside those that run."""
 
 
 class Scheduler:
@@ -34,15 +31,26 @@ class Scheduler:
         """Put a sequence at the end of the queue."""
         self.waiting.append(sequence)
 
-    def admit(self) -> list[Sequence]:
-        """Move waiting sequences into free rows; returns those admitted now."""
+    def admit(self, has_room: HasRoom) -> list[Sequence]:
+        """Move waiting sequences into free rows; returns those admitted now.
+
+        One that has no room holds up those behind it, or it might wait for ever.
+        """
         admitted = []
         while self.waiting and len(self.running) < self._max_num_seqs:
+            if not has_room(self.waiting[0], self.running):
+                break
             sequence = self.waiting.popleft()
-            sequence.admitted_at = time.monotonic()
+            if sequence.admitted_at is None:
+                sequence.admitted_at = time.monotonic()
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Let a running sequence be the next to be admitted again."""
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
@@ -80,7 +88,7 @@ class Scheduler:
                         sequence,
                         OverloadedError(
                             f"The request waited queue_timeout_s={limit:g} s for one of "
-                            f"{self._max_num_seqs} rows."
+                            f"{self._max_num_seqs} rows and for memory."
                         ),
                     )
                 )
@@ -90,18 +98,34 @@ class Scheduler:
         """Running sequences whose prompts have been read."""
         return [sequence for sequence in self.running if not sequence.in_prefill]
 
-    def prompt_chunks(self, decode_rows: int) -> list[tuple[Sequence, int]]:
+    def prompt_chunks(self, rows: int, *, sharing: bool) -> list[tuple[Sequence, int]]:
         """Sequences whose prompts are read on in the next step, and up to which position each.
 
         Parameters:
-          decode_rows: rows that the step has already.
+          rows: of prompts at most, over all sequences; first come, first served.
+          sharing: whether a sequence can have a block that another has computed. It then waits
+            for one that the other is about to compute.
         """
-        chunks = []
-        budget = max(STEP_ROWS - decode_rows, _LEAST_PROMPT_ROWS)
+        chunks: list[tuple[Sequence, int]] = []
         for sequence in self.running:
-            if sequence.in_prefill and budget > 0:
-                assert sequence.cache is not None  # given at admission
-                end = min(sequence.prompt_length, sequence.cache.length + budget)
-                budget -= end - sequence.cache.length
-                chunks.append((sequence, end))
+            if not sequence.in_prefill or rows <= 0:
+                continue
+            if sharing and any(_computes_for(other, sequence) for other, _ in chunks):
+                continue
+            assert sequence.cache is not None  # given at admission
+            end = min(sequence.prefill_length, sequence.cache.length + rows)
+            rows -= end - sequence.cache.length
+            chunks.append((sequence, end))
         return chunks
+
+
+def _computes_for(first: Sequence, second: Sequence) -> bool:
+    """Whether ``first`` is about to compute the block that ``second`` needs next."""
+    assert first.cache is not None
+    assert second.cache is not None
+    end = (second.cache.length // BLOCK + 1) * BLOCK
+    return (
+        first.cache.length < end <= first.prefill_length
+        and end < len(second.token_ids)
+        and first.token_ids[:end] == second.token_ids[:end]
+    )

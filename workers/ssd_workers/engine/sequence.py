@@ -18,6 +18,7 @@ from ssd_integrations.protocol import (
     Usage,
 )
 from ssd_workers.engine.drafters.base import Drafter
+from ssd_workers.engine.grammar import GrammarState
 from ssd_workers.engine.kv_cache import SequenceCache
 from ssd_workers.engine.logit_rules import RowRules, TokenHistory
 from ssd_workers.engine.text_stream import TextStream
@@ -28,7 +29,8 @@ class Sequence:
     """A request's tokens, cache, drafter and counters. Only the engine thread touches it.
 
     ``token_ids`` are prompt and accepted output. ``cache.length`` of them have keys and values;
-    while decoding that is all but the last one. ``history`` is kept where rules need it.
+    while decoding that is all but the last one. ``history`` is kept where rules need it,
+    ``grammar`` where the output must have a form.
     """
 
     request: GenerationRequest
@@ -42,7 +44,11 @@ class Sequence:
     on_event: Callable[[Event], None]
     end_token_ids: frozenset[int] = frozenset()
     history: TokenHistory | None = None
+    grammar: GrammarState | None = None
     cache: SequenceCache | None = None
+    #: Positions that there is room for, and prompt tokens that were not computed but found.
+    reserved_length: int = 0
+    cached_tokens: int = 0
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -77,9 +83,29 @@ class Sequence:
         return self.max_new_tokens - self.num_output_tokens
 
     @property
+    def draft_limit(self) -> int:
+        """The longest useful draft: one of the remaining tokens is the correction or bonus."""
+        if self.drafter is None:
+            return 0
+        return max(0, min(self.num_draft_tokens, self.remaining_tokens - 1))
+
+    @property
+    def max_length(self) -> int:
+        """Prompt and the longest possible output, in tokens."""
+        return self.prompt_length + self.max_new_tokens
+
+    @property
+    def prefill_length(self) -> int:
+        """Tokens that are read before the next one is written.
+
+        That is the prompt; for a sequence that was put back, all but the last token of its output.
+        """
+        return max(self.prompt_length, len(self.token_ids) - 1)
+
+    @property
     def in_prefill(self) -> bool:
-        """Whether prompt tokens are still to be put into the cache."""
-        return self.cache is None or self.cache.length < self.prompt_length
+        """Whether tokens are still to be put into the cache before the next one is written."""
+        return self.cache is None or self.cache.length < self.prefill_length
 
     def extend(self, tokens: list[int]) -> None:
         """Append accepted output."""
@@ -89,9 +115,17 @@ class Sequence:
 
     def rules(self, drafted: list[int]) -> RowRules | None:
         """What changes the logits of the row after ``drafted``; None if nothing does."""
-        if self.history is None:
+        if self.history is None and self.grammar is None:
             return None
-        return RowRules(self.sampling, self.history, self.end_token_ids, drafted)
+        allowed = None if self.grammar is None else self.grammar.allowed(drafted)
+        return RowRules(self.sampling, self.history, self.end_token_ids, drafted, allowed)
+
+    def fit_draft(self, proposed: list[int]) -> list[int]:
+        """``proposed`` as far as the grammar allows it, and the tokens that it leaves no choice."""
+        if self.grammar is None:
+            return proposed
+        # The rejection rule needs the distribution of each draft token, which forced ones lack.
+        return self.grammar.fit(proposed, self.draft_limit, force=not self.by_rejection)
 
     def record_verification(self, proposed: int, accepted: int) -> None:
         """Count one target forward that emitted tokens after the prefill."""
@@ -115,6 +149,7 @@ class Sequence:
                 prompt_tokens=self.prompt_length,
                 completion_tokens=self.num_output_tokens,
                 total_tokens=len(self.token_ids),
+                cached_tokens=self.cached_tokens,
             ),
             speculation=self._speculation(),
             timing=self._timing(),

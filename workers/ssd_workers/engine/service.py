@@ -24,6 +24,7 @@ from ssd_workers.engine.chat_format import ChatFormat
 from ssd_workers.engine.config import EngineConfig
 from ssd_workers.engine.engine import Engine
 from ssd_workers.engine.loading import LoadedModel, load_engine_models
+from ssd_workers.engine.memory import CacheMemory
 from ssd_workers.engine.openmp import release_threads
 from ssd_workers.engine.request_builder import RequestBuilder
 from ssd_workers.engine.sequence import Sequence
@@ -78,8 +79,22 @@ class EngineService:
             draft_model=draft.name if draft else None,
             has_chat_template=chat_format.has_template,
         )
-        self._builder = RequestBuilder(self.config, target, draft, chat_format, max_model_len)
-        self._engine = Engine(target, self._info, self.config.max_num_seqs)
+        memory = CacheMemory.from_config(self.config, target, draft)
+        logger.info(
+            "Keys and values take %d bytes a token; there are %d MiB for them",
+            target.runner.bytes_per_token,
+            memory.budget // 2**20,
+        )
+        if memory.longest < max_model_len:
+            logger.warning(
+                "There is memory for %d tokens of a request, less than the context's %d",
+                memory.longest,
+                max_model_len,
+            )
+        self._builder = RequestBuilder(
+            self.config, target, draft, chat_format, max_model_len, memory
+        )
+        self._engine = Engine(target, self._info, self.config.max_num_seqs, memory)
         # Loading is over; from now on another thread computes.
         release_threads()
         self._thread = threading.Thread(target=self._run, name="ssd-engine", daemon=True)

@@ -50,7 +50,7 @@ class SlotPool:
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions in every slot."""
-        self._reserve(self.num_slots, MIN_CAPACITY * power_of_two(-(-length // MIN_CAPACITY)))
+        self._reserve(self.num_slots, pool_capacity(length))
 
     def close_gaps(self) -> None:
         """Move sequences to lower slots if that halves the slots a step has to cover."""
@@ -137,6 +137,11 @@ class SlotCache(SequenceCache):
 def power_of_two(n: int) -> int:
     """The least power of two that is no less than ``n``; 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def pool_capacity(length: int) -> int:
+    """The capacity of buffers that have room for ``length`` positions."""
+    return MIN_CAPACITY * power_of_two(-(-length // MIN_CAPACITY))
 
 
 @torch.inference_mode(False)

@@ -26,11 +26,14 @@ class StepCost:
             for _ in range(4):
                 self._add(rows, base + per_row * rows)
 
+    def seconds(self, rows: int) -> float:
+        """What a forward of ``rows`` rows takes."""
+        return self.base + self.per_row * rows
+
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from one forward. A step slowed down by something else counts as a slow one."""
         # What holds a step up says nothing about rows; if it goes on, expectations follow.
-        expected = self.base + self.per_row * rows
-        self._add(rows, min(seconds, _LONGEST * expected))
+        self._add(rows, min(seconds, _LONGEST * self.seconds(rows)))
         mean_x, mean_y = self._x / self._w, self._y / self._w
         variance = self._xx / self._w - mean_x**2
         if variance > 0.25:

@@ -76,7 +76,7 @@ def verify(
 def _rules(rows: list[StepRows]) -> list[RowRules | None]:
     rules: list[RowRules | None] = []
     for r in rows:
-        if r.sequence.history is None:
+        if r.sequence.history is None and r.sequence.grammar is None:
             rules += [None] * r.block.keep
         else:
             rules += [r.sequence.rules(r.draft[:i]) for i in range(r.block.keep)]

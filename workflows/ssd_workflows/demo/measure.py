@@ -52,7 +52,11 @@ def measure(screen: Screen, model: str, *, rounds: int, quick: bool) -> Measured
     skipped = _too_little_memory(folder)
     names = section_names()[: 1 if quick else None]
     items = [_item(name, 48 if quick else 96) for name in names]
-    with LoadingBar() as bar, closing(open_backend(model=model, progress=bar)) as backend:
+    with (
+        LoadingBar() as bar,
+        # One decoder must not find the prompt in memory that another one has just read.
+        closing(open_backend(model=model, progress=bar, prefix_cache_mib=0)) as backend,
+    ):
         (info,) = backend.models()
         decoders: list[Decoder] = [
             EngineDecoder(AUTOREGRESSIVE, backend, model, build_speculation(mode="off")),

@@ -77,7 +77,7 @@ class Drafter(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """Free what is kept for a request that ended; unknown ids are fine."""
+        """Free what is kept for a request that ended or waits again; unknown ids are fine."""
         ...
 
 

@@ -15,7 +15,9 @@ from ssd_workers.engine.rejection import stream_seed
 from ssd_workers.engine.runner import ModelRunner, RowBlock
 from ssd_workers.engine.sampling import choose_tokens, process_logits
 
+# Tokens read in a step by those that have many to read, all together; few are read at once.
 _PREFILL_ROWS = 256
+_FEW = 64
 
 
 @dataclass
@@ -37,7 +39,8 @@ class ModelDrafter:
     """Drafts with the same noise as the target, so the two agree as often as p and q allow.
 
     A sequence too long for the draft model's context, or with a token that only the target's
-    vocabulary has, gets no draft, which costs speed only.
+    vocabulary has, gets no draft, which costs speed only. Nor does one whose prompt is long, until
+    the draft model has read it: a chunk in each step, so that nobody else has to wait for it.
 
     Parameters:
       runner: the draft model.
@@ -61,8 +64,12 @@ class ModelDrafter:
         ]
         active = [i for i, count in enumerate(wanted) if count > 0]
         drafts: list[list[int]] = [[] for _ in sequences]
-        pending = {i: self._catch_up(sequences[i]) for i in active}
-        active = [i for i in active if not self._state(sequences[i]).unreadable]
+        budget = _PREFILL_ROWS
+        pending: dict[int, list[int]] = {}
+        for i in active:
+            pending[i], read = self._catch_up(sequences[i], budget)
+            budget -= read
+        active = [i for i in active if pending[i]]
         while active:
             blocks = [RowBlock(self._state(sequences[i]).cache, pending[i], 1) for i in active]
             logits = self._runner.forward(blocks)[:, : self._vocab_size]
@@ -105,8 +112,13 @@ class ModelDrafter:
     def _state(self, sequence: DraftView) -> _State:
         return self._states[sequence.request_id]
 
-    def _catch_up(self, sequence: DraftView) -> list[int]:
-        """Roll back what was rejected; the tokens still missing from the draft's cache."""
+    def _catch_up(self, sequence: DraftView, budget: int) -> tuple[list[int], int]:
+        """Roll back what was rejected; the tokens still missing from the draft's cache.
+
+        If there are many, more than ``budget``, so many are read now and there is no draft yet.
+
+        Returns: what to start the draft with, empty for no draft, and what it takes of ``budget``.
+        """
         state = self._states.get(sequence.request_id)
         if state is None:
             state = _State(self._runner.new_cache(len(sequence.token_ids)))
@@ -123,11 +135,15 @@ class ModelDrafter:
         missing = tokens[state.cache.length :]
         if state.unreadable or max(missing) >= self._runner.vocab_size:
             state.unreadable = True
-            return []
-        while len(missing) > _PREFILL_ROWS:
-            self._runner.forward([RowBlock(state.cache, missing[:_PREFILL_ROWS], 0)])
-            missing = missing[_PREFILL_ROWS:]
-        return missing
+            return [], 0
+        if len(missing) <= _FEW:
+            return missing, 0
+        chunk = missing[:budget]
+        if len(chunk) == len(missing):
+            return missing, len(missing)
+        if chunk:
+            self._runner.forward([RowBlock(state.cache, chunk, 0)])
+        return [], len(chunk)
 
 
 def _seed(sequence: DraftView) -> int:
