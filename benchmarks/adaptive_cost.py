@@ -35,6 +35,7 @@ from ssd_workers.engine.drafters.ngram import NgramDrafter
 from ssd_workers.engine.drafters.suffix import SuffixDrafter
 from ssd_workers.engine.engine import Engine
 from ssd_workers.engine.loading import LoadedModel, load_engine_models
+from ssd_workers.engine.memory import CacheMemory
 from ssd_workers.engine.request_builder import RequestBuilder
 from ssd_workers.progress import no_progress
 
@@ -70,15 +71,21 @@ class Contest:
             None,
             ChatFormat(self._target.name, self._target.tokenizer, None),
             self._target.context_length,
+            CacheMemory(self._target.runner),
         )
         # A control token of the chat format: no answer contains one before its end.
         unused = max(self._target.tokenizer.all_special_ids)
+        self._hopeless = HopelessDrafter(unused)
         self._drafters: dict[tuple[str, bool], Drafter] = {}
+        self.start_round()
+        self._engines = {key: _engine(self._target) for key in [("off", True), *self._drafters]}
+
+    def start_round(self) -> None:
+        """Let the drafters forget the answers that they would find again."""
         for adaptive in (True, False):
             self._drafters["ngram", adaptive] = NgramDrafter()
             self._drafters["suffix", adaptive] = SuffixDrafter()
-            self._drafters["hopeless", adaptive] = HopelessDrafter(unused)
-        self._engines = {key: _engine(self._target) for key in [("off", True), *self._drafters]}
+            self._drafters["hopeless", adaptive] = self._hopeless
 
     @property
     def ways(self) -> list[tuple[str, bool]]:
@@ -145,6 +152,7 @@ def main() -> None:
         contest.answer(way, items[0], 4)
     ratios = defaultdict(list)
     for _ in range(options.rounds):
+        contest.start_round()
         seconds: dict[tuple[str, bool], float] = defaultdict(float)
         for index, item in enumerate(items):
             shift = index % len(contest.ways)

@@ -117,9 +117,9 @@ def test_a_step_is_timed_after_the_device_is_done(
     def observing(kind: Any) -> None:
         observe = kind.observe
 
-        def observed(self: Any, rows: int, seconds: float) -> None:
+        def observed(self: Any, *args: Any) -> None:
             calls.append("observe")
-            observe(self, rows, seconds)
+            observe(self, *args)
 
         monkeypatch.setattr(kind, "observe", observed)
 

@@ -11,6 +11,7 @@ nothing where speculation would lose.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -73,8 +74,9 @@ class DraftBudget:
         candidates = [
             Candidate(s.draft_limit, self._rate(s).value, self._seconds(s)) for s in adaptive
         ]
-        rows = len(sequences) + sum(fixed.values())
-        chosen = allocate(candidates, cost.base + cost.per_row * rows, cost.per_row)
+        count = len(sequences)
+        rows = count + sum(fixed.values())
+        chosen = allocate(candidates, lambda n: cost.seconds(count, rows + n), cost.per_row)
         lengths = dict.fromkeys(sequences, 0) | fixed
         for sequence, length in zip(adaptive, chosen, strict=True):
             lengths[sequence] = length or self._probe(sequence)
@@ -129,33 +131,42 @@ class Candidate:
     draft_seconds: float = 0.0
 
 
-def allocate(candidates: Seq[Candidate], base_seconds: float, per_row: float) -> list[int]:
+def allocate(
+    candidates: Seq[Candidate], seconds: Callable[[int], float], per_row: float
+) -> list[int]:
     """The draft lengths that give the most expected tokens per second.
 
     Parameters:
       candidates: one for each decoding sequence.
-      base_seconds: the forward without any draft, all its rows included.
-      per_row: seconds of one more row.
+      seconds: what the forward takes with so many drafted rows over all sequences.
+      per_row: about what one more row costs.
 
     Returns: a length for each candidate, at most its limit.
     """
-    lengths = [0] * len(candidates)
-    tokens, seconds = float(len(candidates)), base_seconds
     # The best next token of each sequence, by what it brings per second. Along one draft the
-    # chance only falls, so taking the best first finds the best set.
+    # chance only falls, so for each number of rows taking the best first finds the best set.
     queue = [
         (-c.rate / (per_row + c.draft_seconds), i) for i, c in enumerate(candidates) if c.limit > 0
     ]
     heapq.heapify(queue)
+    tokens, drafting = float(len(candidates)), 0.0
+    order: list[int] = []
+    taken = [0] * len(candidates)
+    best, best_rate = 0, tokens / seconds(0)
     while queue:
         negative, i = heapq.heappop(queue)
         candidate = candidates[i]
-        cost = per_row + candidate.draft_seconds
-        if -negative * seconds <= tokens:
-            break
-        lengths[i] += 1
-        tokens += -negative * cost
-        seconds += cost
-        if lengths[i] < candidate.limit:
+        order.append(i)
+        taken[i] += 1
+        tokens += -negative * (per_row + candidate.draft_seconds)
+        drafting += candidate.draft_seconds
+        # Rows come in blocks: behind one that does not pay there may be some that do.
+        rate = tokens / (seconds(len(order)) + drafting)
+        if rate > best_rate:
+            best, best_rate = len(order), rate
+        if taken[i] < candidate.limit:
             heapq.heappush(queue, (negative * candidate.rate, i))
+    lengths = [0] * len(candidates)
+    for i in order[:best]:
+        lengths[i] += 1
     return lengths

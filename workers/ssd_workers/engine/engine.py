@@ -77,15 +77,17 @@ class Engine:
         # Asked before the forward, which completes prompts: their rows say nothing about drafts.
         reading = [r for r in rows if r.sequence.in_prefill]
         prompt_rows = sum(len(r.block.token_ids) for r in reading)
+        decoding = len(rows) - len(reading)
         decode_rows = sum(len(r.block.token_ids) for r in rows) - prompt_rows
         started = time.perf_counter()
         logits = self._target.runner.forward([r.block for r in rows])
         # Launching is not running; verification would wait here in any case.
         self._target.runner.synchronize()
         if reading:
-            self._pace.observe(prompt_rows, _elapsed(started) - self._cost.seconds(decode_rows))
+            beside = self._cost.seconds(decoding, decode_rows) if decoding else 0.0
+            self._pace.observe(prompt_rows, _elapsed(started) - beside)
         else:
-            self._cost.observe(decode_rows, _elapsed(started))
+            self._cost.observe(decoding, decode_rows, _elapsed(started))
         for r in reading:
             self._memory.keep(r.sequence)
         for r, verdict in zip(rows, verify(rows, logits, self._decode), strict=True):
@@ -119,7 +121,8 @@ class Engine:
             rows.append(StepRows(sequence, RowBlock(sequence.cache, tokens, len(tokens)), draft))
         decode_rows = sum(len(r.block.token_ids) for r in rows)
         # Drafts are not a part of what a prompt may double.
-        plain = self._cost.seconds(len(decoding)) if decoding else 0.0
+        count = len(decoding)
+        plain = self._cost.seconds(count, count) if decoding else 0.0
         prompt_rows = self._pace.rows(plain, decode_rows)
         sharing = self._memory.prefixes is not None
         for sequence, end in self._scheduler.prompt_chunks(prompt_rows, sharing=sharing):
