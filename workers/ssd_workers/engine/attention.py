@@ -1,16 +1,11 @@
 """Attention over packed, ragged rows, with every row's result independent of its neighbours.
 
 The rows of all running sequences stand in one input ``[1, total_rows]``. Each query row attends
-over its own sequence's keys only. To be bit-identical alone and in any batch, a row's products
-must have a shape and a summation order that depend on the row alone:
-
-* keys are taken in whole blocks of 64 from the row's own window, and invalid ones get a weight of
-  exactly zero, so the number of keys summed depends on the row's position only;
-* rows of one sequence with the same blocks share one matrix product of at least ``MIN_ROWS``
-  rows (filled up with others whose result is not used), where BLAS libraries compute each row
-  alike whatever the number of rows. That is a property of the library, so
-  :mod:`ssd_workers.engine.attention_check` looks at the machine at hand; where it does not hold,
-  each row is multiplied alone.
+over its own sequence's keys only. To be bit-identical alone and in any batch, a row's sums must
+have an order that depends on the row alone. On a CPU loops of our own see to that
+(:mod:`ssd_workers.engine.attention_loops`). What they do not take, other types than float32 and
+heads of odd sizes, is multiplied row by row there, over whole blocks of 64 keys of the row's own
+window, invalid ones with a weight of exactly zero.
 
 Off the CPU no library promises that, so all rows of a sequence go into one product: few launches
 count more there. See :mod:`ssd_workers.engine.attention_kernels` for torch's fused attention.
@@ -33,12 +28,12 @@ from ssd_workers.engine.attention_kernels import SdpaSpans
 from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fixed_step import FixedStep
 from ssd_workers.engine.kv_cache import BLOCK, SequenceCache, Span
+from ssd_workers.engine.row_attention import RowAttention
 
 ATTENTION_NAME = "ssd_packed_rows"
-MIN_ROWS = 16
 
-Grouping = Literal["row", "block", "span"]
-"""Which rows of a sequence share a product: none, those with the same blocks of keys, or all."""
+Grouping = Literal["row", "span"]
+"""Which rows of a sequence share a product: none, or all."""
 
 # What some models hand to their attention and this one does not compute.
 _NOT_COMPUTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
@@ -69,6 +64,12 @@ class PackedStep(Cache):  # type: ignore[misc]
     """One forward's view of every running sequence's cache, in the shape transformers expects.
 
     ``update`` writes each sequence's rows at its own place; :meth:`attend` reads them.
+
+    Parameters:
+      spans: the rows of every sequence.
+      grouping: which rows share a product.
+      implementation: how rows attend to their keys.
+      cache_dtype: the type that keys and values are kept in, if it is not their own.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class PackedStep(Cache):  # type: ignore[misc]
         *,
         grouping: Grouping,
         implementation: AttnImplementation = "packed",
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.layers: list[Any] = []  # the base class looks here; the caches are in the spans
         self.spans = list(spans)
@@ -84,6 +86,8 @@ class PackedStep(Cache):  # type: ignore[misc]
         #: How each layer called its attention so far.
         self.attended: dict[int, AttentionCall] = {}
         self._grouping = grouping
+        self._cache_dtype = cache_dtype
+        self._loops = RowAttention(self.spans)
         self._sdpa = SdpaSpans(self.spans) if implementation == "sdpa" else None
         # Layers may be on different devices.
         self._groups: dict[tuple[int | None, torch.device], list[_Group]] = {}
@@ -139,11 +143,11 @@ class PackedStep(Cache):  # type: ignore[misc]
         heads, total, dim = query.shape[1:]
         kv_heads = self.spans[0].cache.read(layer, 0, 1)[0].shape[0]
         per_kv = heads // kv_heads
-        packed = query.new_zeros(kv_heads, total * per_kv + MIN_ROWS, dim)
-        rows = packed[:, : total * per_kv].view(kv_heads, total, per_kv, dim)
+        packed = query.new_empty(kv_heads, total * per_kv, dim)
+        rows = packed.view(kv_heads, total, per_kv, dim)
         torch.mul(query[0].view(kv_heads, per_kv, total, dim).transpose(1, 2), scaling, out=rows)
         out = self.attend_packed(layer, packed, per_kv, window=window, softcap=softcap)
-        out = out[:, : total * per_kv].view(kv_heads, total, per_kv, dim)
+        out = out.view(kv_heads, total, per_kv, dim)
         return out.transpose(0, 1).reshape(1, total, heads, dim)
 
     def attend_packed(
@@ -159,34 +163,28 @@ class PackedStep(Cache):  # type: ignore[misc]
 
         Parameters:
           layer: whose keys and values, written before.
-          queries: ``[kv_heads, total_rows * per_kv + MIN_ROWS, dim]``; the last ``MIN_ROWS`` are
-            finite fillers.
+          queries: ``[kv_heads, total_rows * per_kv, dim]``.
           per_kv: query heads for each key head.
           window: how many keys a query sees at most, or None for all before it.
           softcap: scores are capped at this, or None.
 
-        Returns: ``[kv_heads, at least total_rows * per_kv, dim]``, of which the first
-        ``total_rows * per_kv`` rows count.
+        Returns: the same shape.
         """
-        groups = self._plan(window, queries.device)
-        out = None if len(groups) == 1 else torch.empty_like(queries)
-        for group in groups:
+        sample = self.spans[0].cache.read(layer, 0, 1)
+        if self._grouping == "row" and RowAttention.takes(queries, *sample):
+            return self._loops.attend(layer, queries, per_kv, window, softcap)
+        out = torch.empty_like(queries)
+        for group in self._plan(window, queries.device):
             keys, values = group.cache.read(layer, group.key_start, group.key_end)
-            first, count = group.first * per_kv, (group.last - group.first) * per_kv
-            # Rows beyond the group fill it up to the size at which every row is computed alike.
-            taken = count if self._grouping == "span" else max(count, MIN_ROWS)
-            scores = torch.bmm(queries[:, first : first + taken], keys.transpose(1, 2))
+            part = slice(group.first * per_kv, group.last * per_kv)
+            scores = torch.bmm(queries[:, part], keys.to(queries.dtype).transpose(1, 2))
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
             if group.invalid is not None:
-                view = scores[:, :count].view(scores.shape[0], -1, per_kv, scores.shape[2])
+                view = scores.view(scores.shape[0], -1, per_kv, scores.shape[2])
                 view.masked_fill_(group.invalid, -torch.inf)
-            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-            result = torch.bmm(weights, values)
-            if out is None:
-                return result
-            out[:, first : first + count] = result[:, :count]
-        assert out is not None
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(queries.dtype)
+            out[:, part] = torch.bmm(weights, values.to(queries.dtype))
         return out
 
     def buffers(
@@ -196,12 +194,14 @@ class PackedStep(Cache):  # type: ignore[misc]
 
         Parameters:
           layer: the layer that is about to write.
-          like: a tensor ``[kv_heads, any, head_dim]`` of the right type.
+          like: a tensor ``[kv_heads, any, head_dim]`` of the right type and device.
 
         Returns: the number of the sequence's first row, its span, and its buffers
         ``[kv_heads, capacity, head_dim]``.
         """
         self.written_layers.add(layer)
+        if self._cache_dtype is not None:
+            like = like[:, :0].to(self._cache_dtype)
         row = 0
         for span in self.spans:
             keys, values = span.cache.room(layer, span.start + span.rows, like)
@@ -220,7 +220,7 @@ class PackedStep(Cache):  # type: ignore[misc]
         for span in self.spans:
             first = 0
             while first < span.rows:
-                last = self._group_end(span, first, window)
+                last = span.rows if self._grouping == "span" else first + 1
                 # The widest of the group: from the first row's keys to the last row's.
                 start, _ = _key_blocks(span.start + first, window)
                 _, end = _key_blocks(span.start + last - 1, window)
@@ -231,16 +231,6 @@ class PackedStep(Cache):  # type: ignore[misc]
                 first = last
             row += span.rows
         return groups
-
-    def _group_end(self, span: Span, first: int, window: int | None) -> int:
-        if self._grouping == "span":
-            return span.rows
-        last = first + 1
-        if self._grouping == "block":
-            blocks = _key_blocks(span.start + first, window)
-            while last < span.rows and _key_blocks(span.start + last, window) == blocks:
-                last += 1
-        return last
 
 
 def _key_blocks(position: int, window: int | None) -> tuple[int, int]:

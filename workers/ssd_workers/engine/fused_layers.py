@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ssd_workers.engine import kernels
-from ssd_workers.engine.attention import MIN_ROWS, AttentionCall, PackedStep
+from ssd_workers.engine.attention import AttentionCall, PackedStep
 from ssd_workers.engine.int8 import Int8Linear, quantize_rows
 from ssd_workers.engine.kernels import Floats
 from ssd_workers.engine.row_threads import by_rows
@@ -115,14 +115,14 @@ class FusedAttention(nn.Module):
         """Quantised rows of the input to those of what the output projection reads."""
         y = self.qkv.weight_packed.product(rows).numpy()
         cos, sin = (table[0].contiguous().numpy() for table in position_embeddings)
-        packed = torch.zeros(self._kv_heads, len(y) * self._per_kv + MIN_ROWS, self._dim)
+        packed = torch.empty(self._kv_heads, len(y) * self._per_kv, self._dim)
         queries = packed.numpy()
         for first, span, keys, values in step.buffers(self._layer, packed):
             part = slice(first, first + span.rows)
             kernels.rotate(
                 y[part], scale[part], self.qkv.bias, cos[part], sin[part],
                 self._norms, self._eps, self._scaling, first, span.start,
-                queries, keys.numpy(), values.numpy(),
+                queries, _numbers(keys), _numbers(values),
             )  # fmt: skip
         step.attended[self._layer] = self._call
         result = step.attend_packed(
@@ -172,3 +172,8 @@ class FusedDecoderLayer(nn.Module):
         x = attention.out.added(x, *quantized)
         quantized = feed_forward.gated(*middle_norm.quantized(x))
         return feed_forward.down.added(x, *quantized)[None]
+
+
+def _numbers(cached: torch.Tensor) -> Any:
+    """Keys or values as numba takes them: float16 as the bits of its numbers."""
+    return (cached.view(torch.uint16) if cached.dtype == torch.float16 else cached).numpy()

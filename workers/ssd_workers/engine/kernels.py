@@ -20,6 +20,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from ssd_workers.engine.vectors import element
+
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
@@ -63,7 +65,8 @@ def _can_keep_code() -> bool:
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": _can_keep_code(), "error_model": "numpy"}
 
 
-def _exactly(function: _F) -> _F:
+def exactly(function: _F) -> _F:
+    """Compile a loop whose floating-point operations stay in the order written."""
     return cast(_F, njit(**_OPTIONS)(function))
 
 
@@ -71,7 +74,7 @@ def _with_sums(function: _F) -> _F:
     return cast(_F, njit(fastmath={"reassoc"}, **_OPTIONS)(function))
 
 
-@_exactly
+@exactly
 def _peak(bits: NDArray[np.int32]) -> np.float32:
     """The largest absolute value of a row, given as its bits; NaN if there is one.
 
@@ -86,7 +89,7 @@ def _peak(bits: NDArray[np.int32]) -> np.float32:
     return _TINY if value < _TINY else value  # type: ignore[no-any-return]
 
 
-@_exactly
+@exactly
 def _quantize_row(x: Floats, out: Bytes) -> np.float32:
     """``[n]`` to uint8 around 128; returns the scale."""
     peak = _peak(x.view(np.int32))
@@ -96,14 +99,14 @@ def _quantize_row(x: Floats, out: Bytes) -> np.float32:
     return peak / _LEVELS
 
 
-@_exactly
+@exactly
 def quantize(x: Floats, out: Bytes, scale: Floats) -> None:
     """``[R, n]`` to uint8 ``out [R, n]`` around 128 and ``scale [R]``."""
     for r in range(x.shape[0]):
         scale[r] = _quantize_row(x[r], out[r])
 
 
-@_exactly
+@exactly
 def quantize_heads(x: Floats, out: Bytes, scale: Floats) -> None:
     """Like :func:`quantize` for attention's output ``[kv_heads, >= R * per_kv, dim]``.
 
@@ -123,7 +126,7 @@ def quantize_heads(x: Floats, out: Bytes, scale: Floats) -> None:
         scale[r] = _quantize_row(row, out[r])
 
 
-@_exactly
+@exactly
 def dequantize(y: Floats, scale: Floats, bias: Floats) -> None:
     """Multiply each row of ``y [R, n]`` by its ``scale`` and add ``bias [n]``, in place.
 
@@ -166,7 +169,7 @@ def norm_quantize(x: Floats, out: Bytes, scale: Floats, weight: Floats, eps: np.
         scale[r] = _quantize_row(row, out[r])
 
 
-@_exactly
+@exactly
 def add_product(x: Floats, y: Floats, scale: Floats, out: Floats, bias: Floats) -> None:
     """``out = x + (scale * y + bias)``, rows ``[R, n]`` with ``scale [R]``; no bias if empty."""
     for r in range(x.shape[0]):
@@ -179,7 +182,7 @@ def add_product(x: Floats, y: Floats, scale: Floats, out: Floats, bias: Floats) 
                 out[r, i] = x[r, i] + (y[r, i] * factor + bias[i])
 
 
-@_exactly
+@exactly
 def gate(
     y: Floats, scale: Floats, out: Bytes, out_scale: Floats, linear: np.float32, cubic: np.float32
 ) -> None:
@@ -218,6 +221,13 @@ def gate(
         out_scale[r] = _quantize_row(hidden, out[r])
 
 
+@exactly
+def put(x: Floats, out: Any) -> None:
+    """Copy ``x [n]`` to ``out [n]``, float32, or float16 as uint16."""
+    for i in range(x.shape[0]):
+        out[i] = element(out, x[i])
+
+
 @_with_sums
 def rotate(
     y: Floats,
@@ -231,8 +241,8 @@ def rotate(
     first: int,
     start: int,
     queries: Floats,
-    keys: Floats,
-    values: Floats,
+    keys: Any,
+    values: Any,
 ) -> None:
     """From the joint product of one sequence's query, key and value projections to attention.
 
@@ -251,13 +261,14 @@ def rotate(
       first: where the sequence's rows start in ``queries``, in rows.
       start: the position of the first row in ``keys`` and ``values``.
       queries: written: ``[kv_heads, >= (first + R) * per_kv, dim]``.
-      keys, values: written: ``[kv_heads, capacity, dim]``.
+      keys, values: written: ``[kv_heads, capacity, dim]``, float32, or float16 as uint16.
     """
     kv_heads, _, dim = keys.shape
     rotary, half = cos.shape[1], cos.shape[1] // 2
     heads = y.shape[1] // dim - 2 * kv_heads
     per_kv = heads // kv_heads
     head = np.empty(dim, np.float32)
+    rotated = np.empty(dim, np.float32)
     for r in range(y.shape[0]):
         for h in range(heads + 2 * kv_heads):
             part = y[r, h * dim : (h + 1) * dim]
@@ -268,17 +279,19 @@ def rotate(
                 for i in range(dim):
                     head[i] = head[i] + shift[i]
             if h >= heads + kv_heads:
-                values[h - heads - kv_heads, start + r, :] = head
+                put(head, values[h - heads - kv_heads, start + r])
                 continue
             if norms.shape[0] > 0:
                 _norm_row(head, norms[0 if h < heads else 1], eps, dim, head)
             if h < heads:
                 out, factor = queries[h // per_kv, (first + r) * per_kv + h % per_kv], scaling
             else:
-                out, factor = keys[h - heads, start + r], _ONE
+                out, factor = rotated, _ONE
             for i in range(half):
                 a, b = head[i], head[i + half]
                 out[i] = (a * cos[r, i] - b * sin[r, i]) * factor
                 out[i + half] = (b * cos[r, i + half] + a * sin[r, i + half]) * factor
             for i in range(rotary, dim):
                 out[i] = head[i] * factor
+            if h >= heads:
+                put(rotated, keys[h - heads, start + r])

@@ -156,7 +156,7 @@ def load_model(
     text_config = config.get_text_config(decoder=True)
     if device_map is not None:
         chosen_device = model.get_input_embeddings().weight.device
-    runner = make_runner(model, chosen_device, attention, decode_step, max_num_seqs)
+    runner = make_runner(model, chosen_device, attention, decode_step, max_num_seqs, chosen_dtype)
     runner.check_supported(source.name)
     if chosen_dtype == "int8":
         runner.fuse_layers(_context_length(text_config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -33,12 +33,21 @@ def by_rows(
         kernel(*rows, *rest)
         return
     bounds = [count * i // threads for i in range(threads + 1)]
-    calls = [
-        _pool().submit(kernel, *(array[first:last] for array in rows), *rest)
-        for first, last in itertools.pairwise(bounds)
-    ]
-    for call in calls:
-        call.result()
+    in_threads(
+        kernel,
+        [
+            (*(array[first:last] for array in rows), *rest)
+            for first, last in itertools.pairwise(bounds)
+        ],
+    )
+
+
+def in_threads(kernel: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
+    """Call ``kernel`` with each of ``calls`` at once, the first of them in this thread."""
+    others = [_pool().submit(kernel, *arguments) for arguments in calls[1:]]
+    kernel(*calls[0])
+    for other in others:
+        other.result()
 
 
 @lru_cache(maxsize=1)

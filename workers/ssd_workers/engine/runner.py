@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.attention import Grouping, PackedStep
-from ssd_workers.engine.attention_check import rows_are_exact
 from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fusion import Recorder, fuse_layers
 from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span, round_up
@@ -37,6 +36,7 @@ class ModelRunner:
       model: loaded with this engine's attention.
       device: where token ids go in and logits come out.
       attention: how rows attend to their keys.
+      cache_dtype: the type that keys and values are kept in, if it is not the model's.
 
     ``bytes_per_token`` of keys and values is known once :meth:`check_supported` has run.
     """
@@ -49,21 +49,18 @@ class ModelRunner:
         model: PreTrainedModel,
         device: torch.device,
         attention: AttnImplementation = "packed",
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.device = device
         self._attention = attention
+        self._cache_dtype = cache_dtype
         self.bytes_per_token = 0
         config = model.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
-        heads: int = config.num_attention_heads
-        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.grouping: Grouping = "span"
-        if device.type == "cpu":
-            exact = rows_are_exact(kv_heads, heads // kv_heads, head_dim)
-            self.grouping = "block" if exact else "row"
+        # Off the CPU no library promises the same bits, and few launches count more.
+        self.grouping: Grouping = "row" if device.type == "cpu" else "span"
 
     def calibrate(self) -> StepCost:
         """What a forward of few rows costs here, in seconds; refined while decoding."""
@@ -129,7 +126,12 @@ class ModelRunner:
             ids.extend(block.token_ids)
             positions.extend(range(start + shift, start + shift + rows))
             kept.extend(range(len(ids) - block.keep, len(ids)))
-        step = PackedStep(spans, grouping=self.grouping, implementation=self._attention)
+        step = PackedStep(
+            spans,
+            grouping=self.grouping,
+            implementation=self._attention,
+            cache_dtype=self._cache_dtype,
+        )
         output = self.model(
             input_ids=torch.tensor([ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
