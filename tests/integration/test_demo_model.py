@@ -110,7 +110,7 @@ def test_speculation_never_changes_the_text(
     plain = generate(backend, prompt, "off", **sampling)
     speculative = generate(backend, prompt, "ngram", **sampling)
     assert speculative.text == plain.text
-    assert speculative.usage == plain.usage
+    assert speculative.usage.completion_tokens == plain.usage.completion_tokens
     assert plain.speculation.num_draft_tokens == 0
 
 
