@@ -62,7 +62,8 @@ def _can_keep_code() -> bool:
 
 
 # Compiled at the first call, kept on disk, and running without Python's lock.
-_OPTIONS: dict[str, Any] = {"nogil": True, "cache": _can_keep_code(), "error_model": "numpy"}
+CACHED: dict[str, Any] = {"cache": _can_keep_code(), "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, **CACHED}
 
 
 def exactly(function: _F) -> _F:

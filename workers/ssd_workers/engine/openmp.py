@@ -1,7 +1,8 @@
-"""Giving back the threads that OpenMP keeps for a thread of ours."""
+"""The threads that OpenMP keeps for a thread of ours: work for them, and giving them back."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -30,6 +31,29 @@ def release_threads() -> None:
     pause = None if _forked.is_set() else _pause()
     if pause is not None:
         pause(_SOFT)
+
+
+def in_team(address: int, data: int, threads: int) -> bool:
+    """Call the C function ``void (void *)`` at ``address`` with ``data`` in each thread of a team.
+
+    It is the team that torch computes with, awake as long as there is work, so this takes some
+    microseconds. ``threads`` should be torch's number: another one would make it a new team.
+
+    Returns: False where there is no such team, and nothing was called.
+    """
+    parallel = None if _forked.is_set() else _parallel()
+    if parallel is None:
+        return False
+    parallel(ctypes.c_void_p(address), ctypes.c_void_p(data), ctypes.c_uint(threads), 0)
+    return True
+
+
+@lru_cache(maxsize=1)
+def _parallel() -> Callable[..., int] | None:
+    import torch  # noqa: F401  (brings its OpenMP library into the process)
+
+    # GNU's library, or another one with GNU's names.
+    return c_function("GOMP_parallel")
 
 
 @lru_cache(maxsize=1)

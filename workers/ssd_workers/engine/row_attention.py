@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ssd_workers.engine.attention_loops import Items, attend
+from ssd_workers.engine.attention_loops import (
+    BUFFER_NUMBERS,
+    TASK,
+    attend_floats,
+    attend_halves,
+    compiled,
+)
 from ssd_workers.engine.kv_cache import Span
+from ssd_workers.engine.openmp import in_team
 from ssd_workers.engine.row_threads import in_threads
 from ssd_workers.engine.vectors import LANES
 
 # Rows of a sequence that are worked on together: enough to read keys seldom, few enough that
 # threads have something to share and that their scores stay near the processor.
 _ROWS = 16
-# Handing work to another thread costs as much as this many multiplications.
-_WORTH_SHARING = 3_000_000
+# Waking another thread costs as much as this many multiplications.
+_WORTH_SHARING = 500_000
 
 
-@dataclass(frozen=True)
-class _Plan:
-    items: Items
-    #: Keys that all rows up to an item, and including it, look at.
-    keys: NDArray[np.int64]
+class _Task:
+    """The numbers that the loops read, for layers that are alike; see ``attend_floats``."""
+
+    def __init__(
+        self, spans: Sequence[Span], queries: torch.Tensor, per_kv: int, window: int, softcap: float
+    ) -> None:
+        kv_heads, count, dim = queries.shape
+        self._items = _items(spans, kv_heads)
+        self._softcap = np.full(LANES, softcap, np.float32)
+        self._buffers = np.zeros((len(spans), BUFFER_NUMBERS), np.int64)
+        self._numbers = np.zeros(len(TASK), np.int64)
+        known = {
+            "items": self._items.ctypes.data,
+            "num_items": len(self._items),
+            "buffers": self._buffers.ctypes.data,
+            "rows": count // per_kv,
+            "dim": dim,
+            "per_kv": per_kv,
+            "window": window,
+            "softcap": self._softcap.ctypes.data,
+        }
+        for name, value in known.items():
+            self._numbers[TASK.index(name)] = value
+        self.data = self._numbers.ctypes.data
+        seen = sum((span.start + span.rows) * span.rows for span in spans)
+        work = seen * kv_heads * per_kv * dim * 2
+        self.threads = min(torch.get_num_threads(), len(self._items))
+        if work < _WORTH_SHARING:
+            self.threads = 1
+
+    def set(self, buffers: list[tuple[int, int, int]], queries: int, out: int) -> None:
+        """Another layer's addresses."""
+        self._buffers[:] = buffers
+        self._numbers[_NEXT] = 0
+        self._numbers[_QUERIES] = queries
+        self._numbers[_OUT] = out
+
+
+_NEXT, _QUERIES, _OUT = TASK.index("next"), TASK.index("queries"), TASK.index("out")
 
 
 class RowAttention:
@@ -34,7 +73,7 @@ class RowAttention:
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
-        self._plans: dict[tuple[int, int], _Plan] = {}
+        self._tasks: dict[tuple[object, ...], _Task] = {}
 
     @staticmethod
     def takes(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -55,8 +94,11 @@ class RowAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         """``[kv_heads, rows * per_kv, dim]`` scaled queries to the same."""
-        kv_heads, _, dim = queries.shape
-        plan = self._plan(kv_heads, window or 0)
+        key = (queries.shape, per_kv, window, softcap)
+        task = self._tasks.get(key)
+        if task is None:
+            task = _Task(self._spans, queries, per_kv, window or 0, softcap or 0.0)
+            self._tasks[key] = task
         buffers = []
         half = False
         for span in self._spans:
@@ -64,48 +106,24 @@ class RowAttention:
             half = keys.dtype == torch.float16
             buffers.append((keys.data_ptr(), values.data_ptr(), keys.stride(0)))
         out = torch.empty_like(queries)
-        shared = (
-            _HALVES if half else _FLOATS,
-            queries.numpy(),
-            out.numpy(),
-            np.array(buffers, np.int64),
-            plan.items,
-        )
-        rest = (per_kv, window or 0, np.float32(softcap or 0))
-        shares = _shares(plan.keys, per_kv * dim * 2)
-        in_threads(attend, [(*shared, first, last, *rest) for first, last in shares])
+        task.set(buffers, queries.data_ptr(), out.data_ptr())
+        function = compiled(attend_halves if half else attend_floats)
+        if task.threads == 1:
+            function.ctypes(task.data)
+        elif not in_team(function.address, task.data, torch.get_num_threads()):
+            in_threads(function.ctypes, [(task.data,)] * task.threads)
         return out
 
-    def _plan(self, kv_heads: int, window: int) -> _Plan:
-        plan = self._plans.get((kv_heads, window))
-        if plan is None:
-            plan = self._plans[kv_heads, window] = _make_plan(self._spans, kv_heads, window)
-        return plan
 
-
-_FLOATS = np.zeros(0, np.float32)
-_HALVES = np.zeros(0, np.uint16)
-
-
-def _make_plan(spans: Sequence[Span], kv_heads: int, window: int) -> _Plan:
-    items, keys = [], []
+def _items(spans: Sequence[Span], kv_heads: int) -> NDArray[np.int64]:
+    """``[items, ITEM_NUMBERS]``, those with most to do first, so that threads end together."""
+    items = []
     row = 0
     for number, span in enumerate(spans):
-        for head in range(kv_heads):
-            for first in range(0, span.rows, _ROWS):
-                rows = min(_ROWS, span.rows - first)
-                position = span.start + first
-                items.append((number, head, row + first, rows, position))
-                seen = position + rows
-                keys.append(rows * (min(seen, window) if window else seen))
+        for first in range(0, span.rows, _ROWS):
+            rows = min(_ROWS, span.rows - first)
+            position = span.start + first
+            items += [(number, head, row + first, rows, position) for head in range(kv_heads)]
         row += span.rows
-    return _Plan(np.array(items, np.int64), np.cumsum(keys))
-
-
-def _shares(keys: NDArray[np.int64], per_key: int) -> list[tuple[int, int]]:
-    """First and last item of each thread: about as many keys for all of them."""
-    total = int(keys[-1])
-    threads = min(torch.get_num_threads(), len(keys), 1 + total * per_key // _WORTH_SHARING)
-    ends = np.searchsorted(keys, [total * i / threads for i in range(1, threads)]) + 1
-    bounds = sorted({0, *(int(end) for end in ends), len(keys)})
-    return list(itertools.pairwise(bounds))
+    items.sort(key=lambda item: -item[3] * (item[4] + item[3]))
+    return np.array(items, np.int64)

@@ -9,7 +9,7 @@ them to the widest registers of the processor, one AVX-512 register or two of AV
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 _FLOAT = ir.FloatType()
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+VECTOR = ir.VectorType(_FLOAT, LANES)
 
 # exp(t) on |t| <= ln(2) / 2: a minimax polynomial, and ln(2) in two parts that multiply exactly.
 _LOWEST = -87.0
@@ -48,7 +48,7 @@ vector = _Vector()
 @register_model(_Vector)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _VECTOR)
+        super().__init__(manager, kind, VECTOR)
 
 
 @_intrinsic
@@ -56,7 +56,7 @@ def zero(context: Any) -> Any:
     """Sixteen zeros."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_VECTOR, [0.0] * LANES)
+        return ir.Constant(VECTOR, [0.0] * LANES)
 
     return vector(), code
 
@@ -66,49 +66,65 @@ def splat(context: Any, x: Any) -> Any:
     """Sixteen times ``x``."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, args[0])
+        return splatted(builder, args[0])
 
     return vector(types.float32), code
 
 
-def _splat(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.IntType(32)(0))
+def splatted(builder: Any, value: Any) -> Any:
+    """Code for sixteen times ``value``."""
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
     mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), mask)
+    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), mask)
 
 
-def _at(builder: Any, address: Any, index: Any, to: Any, size: int) -> Any:
+def at(builder: Any, address: Any, index: Any, to: Any, size: int) -> Any:
     """A pointer to ``to`` at element ``index``, each of ``size`` bytes, of what is at address."""
     offset = builder.mul(index, index.type(size))
     return builder.inttoptr(builder.add(address, offset), to.as_pointer())
 
 
-@_intrinsic
-def load(context: Any, kind: Any, address: Any, index: Any) -> Any:
-    """Sixteen numbers from element ``index`` on of those at ``address``; nothing is checked.
+def width(kind: Any) -> int:
+    """Bytes of a number in an array of type ``kind``: float32, or float16 as uint16."""
+    return 2 if kind.dtype == types.uint16 else 4
 
-    They are of the type of the array ``kind``, whose contents do not matter: float32, or float16
-    if that is uint16.
-    """
-    half = kind.dtype == types.uint16
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        memory, size = (_HALVES, 2) if half else (_VECTOR, 4)
-        value = builder.load(_at(builder, args[1], args[2], memory, size))
-        value.align = size
-        return builder.fpext(value, _VECTOR) if half else value
-
-    return vector(kind, types.intp, types.intp), code
+def loaded(builder: Any, address: Any, index: Any, size: int) -> Any:
+    """Code for a vector of the numbers of ``size`` bytes from ``index`` on."""
+    value = builder.load(at(builder, address, index, _HALVES if size == 2 else VECTOR, size))
+    value.align = size
+    return builder.fpext(value, VECTOR) if size == 2 else value
 
 
 @_intrinsic
-def load_one(context: Any, address: Any, index: Any) -> Any:
-    """Element ``index`` of the float32 at ``address``; nothing is checked."""
+def load(context: Any, address: Any, index: Any) -> Any:
+    """Sixteen float32 from element ``index`` on of those at ``address``; nothing is checked."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_at(builder, args[0], args[1], _FLOAT, 4))
+        return loaded(builder, args[0], args[1], 4)
 
-    return types.float32(types.intp, types.intp), code
+    return vector(types.intp, types.intp), code
+
+
+@_intrinsic
+def numbers(context: Any, address: Any) -> Any:
+    """A pointer to the int64 numbers at ``address``, for numba's ``carray``."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(types.intp), code
+
+
+@_intrinsic
+def count_up(context: Any, address: Any) -> Any:
+    """The int64 at ``address``, which is one more for the next thread that asks."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(types.intp), code
 
 
 @_intrinsic
@@ -116,7 +132,7 @@ def store(context: Any, address: Any, index: Any, value: Any) -> Any:
     """Write to elements ``index`` to ``index + 15`` of the float32 at ``address``; no checks."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _at(builder, args[0], args[1], _VECTOR, 4)).align = 4
+        builder.store(args[2], at(builder, args[0], args[1], VECTOR, 4)).align = 4
         return context.get_dummy_value()
 
     return types.none(types.intp, types.intp, vector), code
@@ -166,27 +182,17 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
 
 
 @_intrinsic
-def multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c`` in each lane, rounded once."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "llvm.fma.v16f32", *args)
-
-    return vector(vector, vector, vector), code
-
-
-@_intrinsic
 def exponential(context: Any, x: Any) -> Any:
     """``exp(x)`` in each lane, ``x <= 0``, to a relative error of 2e-7; 0 below -87; NaN of NaN."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def fma(a: Any, b: Any, c: Any) -> Any:
-            return _call(builder, "llvm.fma.v16f32", a, b, c)
+            return call(builder, "llvm.fma.v16f32", a, b, c)
 
         x = args[0]
         tiny = builder.fcmp_ordered("<", x, _constant(_LOWEST))
         z = builder.select(tiny, _constant(_LOWEST), x)
-        n = _call(builder, "llvm.floor.v16f32", fma(z, _constant(_LOG2_E), _constant(0.5)))
+        n = call(builder, "llvm.floor.v16f32", fma(z, _constant(_LOG2_E), _constant(0.5)))
         t = fma(n, _constant(-_LN2_HIGH), z)
         t = fma(n, _constant(-_LN2_LOW), t)
         p = _constant(_POLYNOMIAL[0])
@@ -195,20 +201,21 @@ def exponential(context: Any, x: Any) -> Any:
         integer = ir.VectorType(ir.IntType(32), LANES)
         exponent = builder.add(builder.fptosi(n, integer), ir.Constant(integer, [127] * LANES))
         power = builder.shl(exponent, ir.Constant(integer, [23] * LANES))
-        result = builder.fmul(p, builder.bitcast(power, _VECTOR))
+        result = builder.fmul(p, builder.bitcast(power, VECTOR))
         return builder.select(tiny, _constant(0.0), result)
 
     return vector(vector), code
 
 
-def _call(builder: Any, name: str, *args: Any) -> Any:
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * len(args))
+def call(builder: Any, name: str, *args: Any) -> Any:
+    """Code for LLVM's function ``name`` of vectors."""
+    kind = ir.FunctionType(VECTOR, [VECTOR] * len(args))
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def _constant(value: float) -> Any:
     # As a float32 would hold it: LLVM refuses others.
-    return ir.Constant(_VECTOR, [float(np.float32(value))] * LANES)
+    return ir.Constant(VECTOR, [float(np.float32(value))] * LANES)
 
 
 def _halves(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -259,33 +266,26 @@ def lane_maximum(context: Any, value: Any) -> Any:
     return types.float32(vector), code
 
 
-@_intrinsic
-def store_sums(context: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Write the sums of the lanes of four vectors to the float32 at ``address``; no checks.
+def stored_sums(builder: Any, address: Any, index: Any, values: Sequence[Any]) -> None:
+    """Code to write the sums of the lanes of four vectors side by side.
 
     A sum is ``((0+8+4+12) + (2+10+6+14)) + ((1+9+5+13) + (3+11+7+15))``, in lanes added in this
     order from the innermost brackets on.
     """
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        four = ir.VectorType(_FLOAT, 4)
+    def mixed(x: Any, y: Any, *lanes: int) -> Any:
+        index = ir.Constant(ir.VectorType(ir.IntType(32), 4), list(lanes))
+        return builder.shuffle_vector(x, y, index)
 
-        def mixed(x: Any, y: Any, *lanes: int) -> Any:
-            index = ir.Constant(ir.VectorType(ir.IntType(32), 4), list(lanes))
-            return builder.shuffle_vector(x, y, index)
-
-        quarters = []
-        for value in args[2:]:
-            while value.type.count > 4:
-                value = _halves(builder, value, builder.fadd)
-            quarters.append(value)
-        a, b, c, d = quarters
-        pairs = [
-            builder.fadd(mixed(x, y, 0, 4, 1, 5), mixed(x, y, 2, 6, 3, 7))
-            for x, y in ((a, b), (c, d))
-        ]
-        sums = builder.fadd(mixed(*pairs, 0, 1, 4, 5), mixed(*pairs, 2, 3, 6, 7))
-        builder.store(sums, _at(builder, args[0], args[1], four, 4)).align = 4
-        return context.get_dummy_value()
-
-    return types.none(types.intp, types.intp, vector, vector, vector, vector), code
+    quarters = []
+    for value in values:
+        while value.type.count > 4:
+            value = _halves(builder, value, builder.fadd)
+        quarters.append(value)
+    a, b, c, d = quarters
+    pairs = [
+        builder.fadd(mixed(x, y, 0, 4, 1, 5), mixed(x, y, 2, 6, 3, 7)) for x, y in ((a, b), (c, d))
+    ]
+    sums = builder.fadd(mixed(*pairs, 0, 1, 4, 5), mixed(*pairs, 2, 3, 6, 7))
+    pointer = at(builder, address, index, ir.VectorType(_FLOAT, 4), 4)
+    builder.store(sums, pointer).align = 4
