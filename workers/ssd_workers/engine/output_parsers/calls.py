@@ -23,7 +23,9 @@ from ssd_workers.engine.output_parsers.thinking import partial_length
 _FENCE = re.compile(r"```(?:json|tool_calls?)?[ \t]*\r?\n\s*(?=[{[])", re.IGNORECASE)
 _PARTIAL_FENCE = re.compile(r"```[a-z_]{0,10}[ \t]*\r?(?:\n\s*)?\Z", re.IGNORECASE)
 # A name before its arguments: `get_weather[ARGS]{`, also with an id between, or nothing.
-_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED = re.compile(
+    r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{0,64})?(?:\[ARGS\])?\s{0,16}(?=\{)"
+)
 _PARTIAL_NAMED = re.compile(r"[A-Za-z0-9_.-]{0,64}(?:\[[][A-Za-z0-9_]{0,80})?\s{0,16}\Z")
 _NEXT_IN_LIST = re.compile(r",\s*(?=\{)")
 _NEXT = re.compile(r";\s*(?=\{)")
