@@ -37,8 +37,8 @@ SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
 NOT_SPECIAL = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 #: A template in the manner of Qwen's: it lists tools, and thinks if it is told to.
 TOOL_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}"
-    "{% endfor %}\nAnswer with <tool_call>\n{...}\n</tool_call>.<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}"
+    "{% endfor %}{{ '\\n' }}Answer with <tool_call>\n{...}\n</tool_call>.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
     "{% for call in m['tool_calls'] or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
     "{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"

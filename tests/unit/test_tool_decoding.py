@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ class Case:
             for weight in self.draft.runner.model.parameters():
                 weight += 0.004 * torch.randn(weight.shape, generator=generator)
         self.ids = {t.content: i for i, t in self.target.tokenizer.added_tokens_decoder.items()}
-        self.plain = cache(self._plain)
+        self._answers: dict[tuple[str, str], list[tuple[Job, FinishedEvent]]] = {}
 
     def drafter(self, name: str) -> Drafter:
         if name == "ngram":
@@ -75,9 +74,13 @@ class Case:
             made.append(Job(prompt, ROOM, sampling, seed=50 + index, tools=wanted))
         return made
 
-    def _plain(self, wanted: ToolGrammar, sampling: str) -> list[tuple[Job, FinishedEvent]]:
-        batch = self.jobs(wanted, SAMPLINGS[sampling])
-        return [(job, run_batch(self.target, [job])[0]) for job in batch]
+    def plain(self, wanted: ToolGrammar, sampling: str) -> list[tuple[Job, FinishedEvent]]:
+        """Jobs and their autoregressive answers, each computed once and alone."""
+        key = (wanted.key, sampling)
+        if key not in self._answers:
+            batch = self.jobs(wanted, SAMPLINGS[sampling])
+            self._answers[key] = [(job, run_batch(self.target, [job])[0]) for job in batch]
+        return self._answers[key]
 
     def parse(self, event: FinishedEvent, wanted: ToolGrammar) -> ParsedOutput:
         return parse(self.target, event, wanted)
@@ -177,7 +180,11 @@ def test_what_a_trigger_begins_is_a_valid_call(case: Case, form: str, several: b
 
 def test_several_calls_come_in_one_answer(case: Case) -> None:
     wanted = grammar("hermes")
-    events = [event for _, event in case.plain(wanted, "seeded")]
+    newline = case.target.tokenizer.encode("\n")[0]
+    more = SamplingParams(temperature=1.0, logit_bias={newline: 5.0})
+    events = run_batch(case.target, case.jobs(wanted, more), case.drafter("hybrid"))
+    for event in events:
+        check(case.parse(event, wanted), event, required=True, several=True)
     assert max(len(case.parse(event, wanted).tool_calls) for event in events) > 1
 
 

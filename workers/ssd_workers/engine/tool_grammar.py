@@ -66,7 +66,7 @@ class ToolGrammar:
         grammars = [{"name": "answer", "lark_grammar": writer.lark()}]
         for index, tool in enumerate(self.tools):
             made = LLMatcher.grammar_from_json_schema(closed(tool), overrides=_SPACED)
-            grammars.append({"name": f"arguments_{index}", **json.loads(made)["grammars"][0]})
+            grammars.append({**json.loads(made)["grammars"][0], "name": f"arguments_{index}"})
         return json.dumps({"grammars": grammars})
 
 
