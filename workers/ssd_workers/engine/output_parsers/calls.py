@@ -20,15 +20,16 @@ from ssd_workers.engine.output_parsers.parts import (
 from ssd_workers.engine.output_parsers.text_scanner import TextScanner
 from ssd_workers.engine.output_parsers.thinking import partial_length
 
-_FENCE = re.compile(r"```(?:json|tool_calls?)?[ \t]*\r?\n\s*(?=[{[])", re.IGNORECASE)
-_PARTIAL_FENCE = re.compile(r"```[a-z_]{0,10}[ \t]*\r?(?:\n\s*)?\Z", re.IGNORECASE)
+# Blanks are bounded, so that what is held back is, and as much is looked at whatever its pieces.
+_FENCE = re.compile(r"```(?:json|tool_calls?)?[ \t]{0,16}\r?\n\s{0,64}(?=[{[])", re.IGNORECASE)
+_PARTIAL_FENCE = re.compile(r"```[a-z_]{0,10}[ \t]{0,16}\r?(?:\n\s{0,64})?\Z", re.IGNORECASE)
 # A name before its arguments: `get_weather[ARGS]{`, also with an id between, or nothing.
 _NAMED = re.compile(
     r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{0,64})?(?:\[ARGS\])?\s{0,16}(?=\{)"
 )
 _PARTIAL_NAMED = re.compile(r"[A-Za-z0-9_.-]{0,64}(?:\[[][A-Za-z0-9_]{0,80})?\s{0,16}\Z")
-_NEXT_IN_LIST = re.compile(r",\s*(?=\{)")
-_NEXT = re.compile(r";\s*(?=\{)")
+_NEXT_IN_LIST = (re.compile(r",\s{0,64}(?=\{)"), re.compile(r",\s{0,64}\Z"))
+_NEXT = (re.compile(r";\s{0,64}(?=\{)"), re.compile(r";\s{0,64}\Z"))
 _CUT = {
     "length": "the token limit came before its end",
     "cancelled": "the request was cancelled before its end",
@@ -74,7 +75,8 @@ class CallParser:
         self._scanner = TextScanner(tool_format.trigger)
         self._step: Callable[[list[Part]], bool] = self._text
         self._buffer = ""
-        self._before = ""  # the last character of the text, none at its start
+        # The last character of the text; none at its start, where blanks do not count.
+        self._before = ""
         self._has_text = False
         self._held = ""  # blanks and tags that are text if no call follows
         self._place = _Place()
@@ -116,9 +118,9 @@ class CallParser:
     # ---- steps: each takes what it can from the buffer, and says whether to go on -----------
 
     def _text(self, parts: list[Part]) -> bool:
-        if not self._before:
-            # Blanks at the very start do not keep a bracket from being at the start of a line.
-            self._hold_blanks()
+        self._hold_blanks()
+        if self._before and self._held:
+            self._before = self._held[-1]
         found = self._scanner.find(self._before, self._buffer)
         if found is None:
             uncertain = self._scanner.uncertain_length(self._before, self._buffer)
@@ -220,11 +222,11 @@ class CallParser:
         self._hold_blanks()
         if not self._buffer:
             return False
-        pattern, separator = (_NEXT_IN_LIST, ",") if place.in_list else (_NEXT, ";")
+        pattern, partial = _NEXT_IN_LIST if place.in_list else _NEXT
         if found := pattern.match(self._buffer):
             self._hold(found.end())
             self._read_object()
-        elif self._buffer.startswith(separator) and not self._buffer[1:].strip():
+        elif partial.match(self._buffer):
             return False
         elif place.in_list:
             place.in_list = False
@@ -245,7 +247,8 @@ class CallParser:
             self._scanner.in_code = place.closer == "```"
             if not self._has_text:
                 self._give(parts, SyntaxPart, self._take_held())
-            self._before = "\n"
+            # What follows a call counts as the start of a line.
+            self._before = ""
             self._step = self._text
         return True
 
