@@ -25,6 +25,7 @@ from ssd_integrations.protocol import (
     build_sampling,
     event_from_json,
 )
+from ssd_workers.engine.config import build_engine_config
 from ssd_workers.engine.output_parsers.output import call_id, delta_events
 from ssd_workers.engine.output_parsers.parts import (
     CallArguments,
@@ -263,6 +264,39 @@ def test_parameters_that_cannot_be_kept_fail_before_decoding(
         with pytest.raises(InvalidStructureError, match="tool 'bad'") as caught:
             run(backend, tools=[NOW, {"name": "bad", "parameters": parameters}], tool_choice=choice)
         assert fault in str(caught.value)
+
+
+def test_a_stop_string_within_a_call_makes_it_invalid(backend: LocalBackend, model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    trigger = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<tool_call>")
+    sampling = build_sampling(max_tokens=100, logit_bias={trigger: 100.0}, stop=("now",))
+    _, end = run(backend, tools=[NOW], sampling=sampling)
+    assert (end.finish_reason, end.stop_sequence) == ("stop", "now")
+    assert not end.tool_calls
+    assert "the answer ended before it did" in end.invalid_tool_calls[0].reason
+
+
+@pytest.mark.parametrize("form", ["mistral", "mistral-args", "llama3", "json"])
+def test_the_format_can_be_set(model: Path, form: str) -> None:
+    """Of these, some begin with special tokens, whose text is not shown elsewhere."""
+    backend = LocalBackend(model=str(model), dtype="float32", num_threads=1, tool_format=form)
+    try:
+        _, end = run(backend, tool_choice="get_weather")
+        assert [call.name for call in end.tool_calls] == ["get_weather"]
+        assert conforms(end.tool_calls[0].arguments, PARAMETERS["get_weather"])
+        assert end.text == ""
+        _, several = run(backend, tool_choice="required")
+        assert several.tool_calls
+        assert several.text == ""
+    finally:
+        backend.close()
+
+
+def test_unknown_formats_are_named() -> None:
+    for option in ("tool_format", "reasoning_format"):
+        with pytest.raises(InvalidRequestError, match=f"{option}='xml'"):
+            build_engine_config(model="demo", **{option: "xml"})
 
 
 def test_a_reasoning_model(tmp_path: Path) -> None:

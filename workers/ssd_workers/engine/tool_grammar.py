@@ -14,6 +14,8 @@ from ssd_integrations.protocol import Tool
 from ssd_workers.engine.output_parsers.formats import OutputFormat
 from ssd_workers.engine.output_parsers.thinking import CLOSE, OPEN
 
+#: Calls in a row at most: where calls are all it may write, a small model repeats itself.
+MAX_CALLS = 16
 # With the blanks that models write between the parts of a JSON text, and no others.
 _SPACED: Any = {
     "whitespace_flexible": False,
@@ -113,7 +115,8 @@ class _Writer:
     def _list(self) -> str:
         if not self._several:
             return "call"
-        return f"call ({self._literal(self._format.separator or '')} call)*"
+        more = f"({self._literal(self._format.separator or '')} call)"
+        return f"call {more}{{0,{MAX_CALLS - 1}}}"
 
     def _calls(self, before: str) -> list[str]:
         form, tools = self._format, self._grammar.tools

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ssd_integrations.protocol import FinishReason
+from ssd_workers.engine.output_parsers import shapes
 from ssd_workers.engine.output_parsers.call_reader import CallReader
 from ssd_workers.engine.output_parsers.formats import ToolFormat
 from ssd_workers.engine.output_parsers.parts import (
@@ -20,16 +20,6 @@ from ssd_workers.engine.output_parsers.parts import (
 from ssd_workers.engine.output_parsers.text_scanner import TextScanner
 from ssd_workers.engine.output_parsers.thinking import partial_length
 
-# Blanks are bounded, so that what is held back is, and as much is looked at whatever its pieces.
-_FENCE = re.compile(r"```(?:json|tool_calls?)?[ \t]{0,16}\r?\n\s{0,64}(?=[{[])", re.IGNORECASE)
-_PARTIAL_FENCE = re.compile(r"```[a-z_]{0,10}[ \t]{0,16}\r?(?:\n\s{0,64})?\Z", re.IGNORECASE)
-# A name before its arguments: `get_weather[ARGS]{`, also with an id between, or nothing.
-_NAMED = re.compile(
-    r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{0,64})?(?:\[ARGS\])?\s{0,16}(?=\{)"
-)
-_PARTIAL_NAMED = re.compile(r"[A-Za-z0-9_.-]{0,64}(?:\[[][A-Za-z0-9_]{0,80})?\s{0,16}\Z")
-_NEXT_IN_LIST = (re.compile(r",\s{0,64}(?=\{)"), re.compile(r",\s{0,64}\Z"))
-_NEXT = (re.compile(r";\s{0,64}(?=\{)"), re.compile(r";\s{0,64}\Z"))
 _CUT = {
     "length": "the token limit came before its end",
     "cancelled": "the request was cancelled before its end",
@@ -143,11 +133,11 @@ class CallParser:
         return True
 
     def _fence(self, parts: list[Part]) -> bool:
-        if found := _FENCE.match(self._buffer):
+        if found := shapes.FENCE.match(self._buffer):
             self._hold(found.end())
             self._place = _Place(closer="```")
             self._step = self._opened
-        elif _PARTIAL_FENCE.match(self._buffer):
+        elif shapes.PARTIAL_FENCE.match(self._buffer):
             return False
         else:
             self._scanner.in_code = True
@@ -171,10 +161,10 @@ class CallParser:
         return True
 
     def _named(self, parts: list[Part]) -> bool:
-        if found := _NAMED.match(self._buffer):
+        if found := shapes.NAMED.match(self._buffer):
             self._hold(found.end())
             self._read_object(found.group(1))
-        elif _PARTIAL_NAMED.match(self._buffer):
+        elif shapes.PARTIAL_NAMED.match(self._buffer):
             return False
         else:
             self._back_to_text(parts)
@@ -222,7 +212,7 @@ class CallParser:
         self._hold_blanks()
         if not self._buffer:
             return False
-        pattern, partial = _NEXT_IN_LIST if place.in_list else _NEXT
+        pattern, partial = shapes.NEXT_IN_LIST if place.in_list else shapes.NEXT
         if found := pattern.match(self._buffer):
             self._hold(found.end())
             self._read_object()
