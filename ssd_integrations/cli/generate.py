@@ -121,7 +121,8 @@ def _run(options: AnswerOptions, request: GenerationRequest, as_json: bool) -> N
             summary["logprobs"] = [entry.model_dump(mode="json") for entry in logprobs]
         print(json.dumps(summary, ensure_ascii=False), flush=True)
         return
-    if (event.text and not event.text.endswith("\n")) or not event.tool_calls:
+    # An answer that is calls alone needs no line of text.
+    if not event.text.endswith("\n") and (event.text or not event.tool_calls):
         write_text("\n")
     write_calls(event)
     note(stats_line(event))

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_integrations.protocol import FinishReason
+from ssd_integrations.protocol import FinishReason, ToolCall
 from ssd_workers.engine.output_parsers.formats import FORMATS
 from ssd_workers.engine.output_parsers.parts import CallArguments, CallStart, Part
 from ssd_workers.engine.output_parsers.thinking import ThinkingParser
-from tests.tools import parsed, raw_text
+from tests.tools import PARAMETERS, parsed, raw_text
 
 KOELN = {"city": 'Köln </tool_call> "}', "days": 3}
 ARGUMENTS = json.dumps(KOELN, ensure_ascii=False)
@@ -266,6 +266,36 @@ def _pushed(form: str, text: str) -> list[Part]:
 
     parser = CallParser(FORMATS[form], {"now"}, parallel=True, make_id=str)
     return parser.push(text)
+
+
+# What JSON can say; UTF-8 has no lone surrogates.
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+TRICKY = st.sampled_from(["</tool_call>", '"}}', "\\", "```", "[TOOL_CALLS]", "\n{", "</think>"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | NAMES | TRICKY,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | TRICKY, inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.builds(
+    ToolCall,
+    id=st.just("i"),
+    name=st.sampled_from(sorted(PARAMETERS)),
+    arguments=st.dictionaries(NAMES | TRICKY, VALUES, max_size=3),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(CALLS, min_size=1, max_size=3), st.sampled_from(sorted(FORMATS)), st.data())
+def test_what_a_format_writes_its_parser_reads(
+    calls: list[ToolCall], form: str, data: st.DataObject
+) -> None:
+    text = FORMATS[form].render(tuple(calls))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    answer, _, valid, invalid, _ = shown(form, pieces)
+    assert answer == ""
+    assert not invalid
+    assert [(c.name, c.arguments) for c in valid] == [(c.name, c.arguments) for c in calls]
 
 
 FRAGMENTS = st.sampled_from(
