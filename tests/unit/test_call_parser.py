@@ -40,6 +40,13 @@ VALID: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {
         "",
         [("now", {}), ("now", {})],
     ),
+    "hermes, doubled braces": (
+        "hermes",
+        f'<tool_call>\n{{{{"name": "get_weather", "arguments": {ARGUMENTS}}}}}\n</tool_call>\n'
+        '{{"name": "now", "arguments": {}}}\n{{"name": "now", "arguments": {}}',
+        "",
+        [("get_weather", KOELN), ("now", {}), ("now", {})],
+    ),
     "llama3, tag": (
         "llama3",
         f'<|python_tag|>{{"name": "get_weather", "parameters": {ARGUMENTS}}}; '
@@ -111,6 +118,8 @@ TEXTS = [
     ("json", '{"answer": 42, "name": "now", "arguments": {}}'),
     ("json", '{"name": "nobody", "arguments": {}}'),
     ("json", '{"name": "now"}'),
+    ("json", "{{ name }} {{{"),
+    ("json", '{ {"name": "nobody"}}\n{{"name": "now"}}'),
     ("json", '{"name": "now", "description": "The time.", "parameters": {}}'),
     ("json", '{"name": ["now"], "arguments": {}}'),
     ("json", 'Say {"name": "now", "arguments": {}} to call it.'),
@@ -302,7 +311,7 @@ FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```", "```json\n",
      '{"name": "now", "arguments": {', '{"name": "now"', '"arguments": ', "{}", "}", "]", "[", "{",
      '"', "\\", ",", ":", "; ", "\n", " ", "1", "now", "<think>", "</think>", "é", "🙂", "\x00",
-     '{"name": "now", "arguments": {}}', "true", "<tool", "`"]
+     '{"name": "now", "arguments": {}}', '{{"name": "now", "arguments": {}', "}}", "true", "<tool", "`"]
 )  # fmt: skip
 
 

@@ -20,14 +20,15 @@ _SCALAR = frozenset(string.ascii_letters + string.digits + "+-.")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _CLOSING = {"{": "}", "[": "]"}
 
-Expected = Literal["key", "first key", "colon", "value", "rest of a value", "comma"]
+Expected = Literal["key", "first key", "colon", "value", "rest of a value", "comma", "second brace"]
 
 
 class CallReader:
     """Follows the brackets and strings of an object and notes its keys as they come.
 
     It finds the end of the object and of what the call is made of; whether all of it is JSON, the
-    parser of :meth:`result` says. ``fault`` is set as soon as it is certain that it cannot be.
+    parser of :meth:`result` says. ``fault`` is set as soon as it is certain that it cannot be. The
+    braces may be doubled, ``{{...}}``: there are templates that show a call like this.
 
     Parameters:
       names: the tools that there are. :attr:`verdict` says whether the object is meant as a call
@@ -54,6 +55,8 @@ class CallReader:
         self._value_start = 0
         self._arguments: tuple[int, int | None] | None = None
         self._taken = 0
+        # Where the object itself is, within doubled braces.
+        self._start, self._end = 0, 0
         if self._alone:
             # As if the object around them had been read up to here.
             self._stack, self._expected, self._key = ["}"], "value", "arguments"
@@ -78,6 +81,11 @@ class CallReader:
     def _is_over(self) -> bool:
         unwanted = self.verdict == "other" and not self._certain
         return self.done or bool(self.fault) or unwanted
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the object is whole, be it that a second brace could follow."""
+        return self.done or self._expected == "second brace"
 
     def take_arguments(self) -> str:
         """The arguments' text since the last call."""
@@ -105,7 +113,7 @@ class CallReader:
         if self.fault:
             return invalid(self.fault)
         try:
-            value: Any = from_json(self.raw, allow_inf_nan=False)
+            value: Any = from_json(self.raw[self._start : self._end], allow_inf_nan=False)
             arguments = value
             if not self._alone:
                 arguments = value.get("arguments", value.get("parameters"))
@@ -182,8 +190,15 @@ class CallReader:
 
     def _top_level(self, char: str) -> None:
         if char == "}" and self._expected in ("first key", "comma"):
-            self._stack.pop()
             self._at += 1
+            self._end = self._at
+            self._expected = "second brace"
+            self.done = not self._start
+        elif char == "{" and self._expected == "first key" and not self._start:
+            self._start = self._at
+            self._at += 1
+        elif self._expected == "second brace":
+            self._at += char == "}"
             self.done = True
         elif char == '"' and self._expected in ("first key", "key", "value"):
             self._value_started()
@@ -247,7 +262,9 @@ class CallReader:
         elif self._key == "name" and self.name is None:
             self.fault = self.fault or "its name is not a text"
         self._expected = "comma"
-        self.done = self._alone
+        if self._alone:
+            self._end = end
+            self.done = True
 
     def _decoded(self) -> str | None:
         try:

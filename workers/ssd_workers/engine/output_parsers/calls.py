@@ -91,7 +91,10 @@ class CallParser:
         certain, reader = self._place.certain, self._reader
         if self._step == self._object and (certain or reader.verdict == "call"):
             self._give(parts, SyntaxPart, self._take_held())
-            self._end(parts, self._so_far(reader.raw + rest, fault))
+            if reader.is_closed:
+                self._end(parts, reader.result(self._make_id(self._num_ended)))
+            else:
+                self._end(parts, self._so_far(reader.raw + rest, fault))
         elif self._step == self._opened and certain and reason != "stop":
             # The trigger was the last that there was room for.
             self._read_object()
