@@ -99,6 +99,12 @@ VALID: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {
         "",
         [("get_weather", KOELN), ("now", {})],
     ),
+    "bare, with commas between them": (
+        "json",
+        '{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}; and so on',
+        "; and so on",
+        [("now", {}), ("now", {})],
+    ),
     "bare list after text": (
         "json",
         'I call it.\n\n[{"name": "now", "arguments": {}}]\n',
@@ -311,7 +317,8 @@ FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```", "```json\n",
      '{"name": "now", "arguments": {', '{"name": "now"', '"arguments": ', "{}", "}", "]", "[", "{",
      '"', "\\", ",", ":", "; ", "\n", " ", "1", "now", "<think>", "</think>", "é", "🙂", "\x00",
-     '{"name": "now", "arguments": {}}', '{{"name": "now", "arguments": {}', "}}", "true", "<tool", "`"]
+     '{"name": "now", "arguments": {}}', '{{"name": "now", "arguments": {}', "}}", "true", "<tool",
+     "`"]
 )  # fmt: skip
 
 

@@ -12,16 +12,16 @@ from ssd_workers.engine.output_parsers.formats import ToolFormat
 _INSTRUCTIONS = """\
 You have tools. Each line describes one: its name, what it does, the JSON schema of its arguments.
 {tools}
-To call a tool, answer with nothing but this, with its name and with arguments of its schema:
+To call a tool, answer with nothing but a call in this form:
 {example}
-You will be given what the tool returns. If you need no tool, answer in plain text."""
+If no tool is needed, or its result is there already, answer the user in plain words."""
 
 
 def describe(tools: Sequence[Tool], tool_format: ToolFormat) -> str:
     """What the model has to know to call ``tools``."""
     lines = [json.dumps(tool.as_function()["function"], ensure_ascii=False) for tool in tools]
     form = tool_format
-    example = f'{form.before}TOOL{form.between}{{"ARGUMENT": VALUE}}{form.after}'
+    example = f"{form.before}<name of the tool>{form.between}{{<its arguments>}}{form.after}"
     return _INSTRUCTIONS.format(tools="\n".join(lines), example=f"{form.begin}{example}{form.end}")
 
 

@@ -13,4 +13,4 @@ NAMED = re.compile(
 )
 PARTIAL_NAMED = re.compile(r"[A-Za-z0-9_.-]{0,64}(?:\[[][A-Za-z0-9_]{0,80})?\s{0,16}\Z")
 NEXT_IN_LIST = (re.compile(r",\s{0,64}(?=\{)"), re.compile(r",\s{0,64}\Z"))
-NEXT = (re.compile(r";\s{0,64}(?=\{)"), re.compile(r";\s{0,64}\Z"))
+NEXT = (re.compile(r"[;,]\s{0,64}(?=\{)"), re.compile(r"[;,]\s{0,64}\Z"))
