@@ -50,6 +50,8 @@ ENGINE_OPTIONS = (
     "max_model_len",
     "num_threads",
     "chat_template",
+    "tool_format",
+    "reasoning_format",
     "suffix_store",
     "kv_cache_mib",
     "prefix_cache_mib",
@@ -64,6 +66,8 @@ OUTPUT_OPTIONS = (
     "device",
     "max_model_len",
     "chat_template",
+    "tool_format",
+    "reasoning_format",
     "suffix_store",
     "kv_cache_mib",
     *SAMPLING_OPTIONS,
@@ -179,6 +183,16 @@ class AdapterFields(BaseModel):
     )
     chat_template: str | None = Field(
         default=None, description="Jinja template in place of the model's own (in process only)."
+    )
+    tool_format: str | None = Field(
+        default=None,
+        description="How the model writes calls of tools: auto, hermes, llama3, mistral, "
+        "mistral-args or json (in process only).",
+    )
+    reasoning_format: str | None = Field(
+        default=None,
+        description="Whether it thinks in <think> tags before it answers: auto, think or none "
+        "(in process only).",
     )
     suffix_store: str | None = Field(
         default=None,

@@ -2,20 +2,19 @@
 
 JSON only, versioned, every field bounded. Adapters speak it down, workers speak it up; both
 the in-process backend and the Celery backend carry exactly these messages. Requests are defined
-here, events in protocol_events.py, the form of an answer in protocol_structure.py; everybody
-imports all of them from here.
+here, events in protocol_events.py, the form of an answer in protocol_structure.py, tools in
+protocol_tools.py; everybody imports all of them from here.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_core import from_json, to_json
+from pydantic import Field, ValidationError, model_validator
 
 from ssd_integrations.errors import InvalidRequestError
-from ssd_integrations.protocol_base import MAX_LOGPROBS, WireMessage
+from ssd_integrations.protocol_base import MAX_LOGPROBS, SparseMessage, WireMessage
 from ssd_integrations.protocol_events import (
     DeltaEvent,
     ErrorInfo,
@@ -33,6 +32,14 @@ from ssd_integrations.protocol_events import (
     is_terminal,
 )
 from ssd_integrations.protocol_structure import MAX_STRUCTURE_BYTES, StructuredOutput
+from ssd_integrations.protocol_tools import (
+    MAX_TOOLS,
+    InvalidToolCall,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    check_tools,
+)
 from ssd_integrations.validation import describe_validation_error
 
 __all__ = [
@@ -41,6 +48,7 @@ __all__ = [
     "MAX_NEW_TOKENS",
     "MAX_PROMPT_CHARS",
     "MAX_STRUCTURE_BYTES",
+    "MAX_TOOLS",
     "PROTOCOL_VERSION",
     "Acceptance",
     "DeltaEvent",
@@ -50,6 +58,7 @@ __all__ = [
     "FinishReason",
     "FinishedEvent",
     "GenerationRequest",
+    "InvalidToolCall",
     "Message",
     "ModelInfo",
     "QueueName",
@@ -62,7 +71,9 @@ __all__ = [
     "StructuredOutput",
     "Timing",
     "TokenLogprob",
+    "Tool",
     "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "build_request",
     "build_sampling",
@@ -80,6 +91,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 SpeculationMode = Literal["off", "ngram", "suffix", "model", "hybrid", "auto"]
 Acceptance = Literal["coupled", "rejection"]
 QueueName = Literal["interactive", "batch"]
+
+# Options of sampling that end an answer, or keep it from ending, where its form would not.
+_OTHER_ENDS = ("stop", "stop_token_ids", "ignore_eos", "min_tokens")
 
 
 class SamplingParams(WireMessage):
@@ -155,23 +169,6 @@ class SpeculationParams(WireMessage):
     acceptance: Acceptance = "coupled"
 
 
-class ToolCall(WireMessage):
-    """A call that the assistant made earlier in the conversation."""
-
-    id: str = Field(max_length=256)
-    name: str = Field(min_length=1, max_length=256)
-    arguments: dict[str, Any]
-
-    @field_validator("arguments", mode="after")
-    @classmethod
-    def _as_the_wire_gives_them(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Only what is JSON, so that a call means the same in process and on a worker."""
-        # The brackets leave room for the levels of the messages around it.
-        data = to_json([[[[[[value]]]]]], inf_nan_mode="constants")
-        arguments: dict[str, Any] = from_json(data, allow_inf_nan=False)[0][0][0][0][0][0]
-        return arguments
-
-
 class Message(WireMessage):
     """One turn of a conversation."""
 
@@ -182,13 +179,20 @@ class Message(WireMessage):
     tool_call_id: str | None = Field(default=None, max_length=256)
 
 
-class GenerationRequest(WireMessage):
+class GenerationRequest(SparseMessage):
     """One call of a model.
 
     Exactly one of ``messages`` (rendered through the model's chat template) and ``prompt``
     (taken as it is) must be given. With ``structured_output`` the form decides where the answer
     ends, so the options of ``sampling`` that would end it elsewhere are refused.
+
+    ``tools`` go with ``messages``. ``tool_choice`` is "auto" (the model decides), "none" (it is not
+    told of them), "required" (one at least is called) or the name of the tool that is called, once.
     """
+
+    sparse_fields: ClassVar[frozenset[str]] = frozenset(
+        {"tools", "tool_choice", "parallel_tool_calls"}
+    )
 
     version: Literal[1] = PROTOCOL_VERSION
     request_id: str = Field(
@@ -200,6 +204,9 @@ class GenerationRequest(WireMessage):
     sampling: SamplingParams = SamplingParams()
     speculation: SpeculationParams = SpeculationParams()
     structured_output: StructuredOutput | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = Field(default="auto", max_length=64)
+    parallel_tool_calls: bool = Field(default=True, description="Several calls in one answer.")
     queue: QueueName = "interactive"
     queue_timeout_s: float = Field(default=60.0, gt=0.0, le=7 * 86_400.0)
     timeout_s: float | None = Field(default=None, gt=0.0, le=7 * 86_400.0)
@@ -218,10 +225,28 @@ class GenerationRequest(WireMessage):
     def _one_end(self) -> GenerationRequest:
         if self.structured_output is None:
             return self
-        for option in ("stop", "stop_token_ids", "ignore_eos", "min_tokens"):
+        for option in _OTHER_ENDS:
             if getattr(self.sampling, option):
                 raise ValueError(
                     f"{option} does not go with structured_output, which says where the answer ends"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _tools_at_hand(self) -> GenerationRequest:
+        check_tools(self.tools, self.tool_choice)
+        if not self.tools:
+            return self
+        if self.prompt is not None:
+            raise ValueError("tools go with messages: a raw prompt has no place for them")
+        if self.structured_output is not None:
+            raise ValueError("tools and structured_output are given together: give one of them")
+        at_odds = {"none": (), "auto": _OTHER_ENDS[1:]}.get(self.tool_choice, _OTHER_ENDS)
+        for option in at_odds:
+            if getattr(self.sampling, option):
+                raise ValueError(
+                    f"{option} does not go with tools and tool_choice={self.tool_choice!r}: "
+                    "it could end the answer within a call"
                 )
         return self
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from ssd_integrations.errors import MalformedMessageError
 from ssd_integrations.validation import describe_validation_error
@@ -32,3 +38,21 @@ class WireMessage(BaseModel):
     def to_json(self) -> str:
         """This message as a JSON string."""
         return self.model_dump_json()
+
+
+class SparseMessage(WireMessage):
+    """A message of which some fields are left out on the wire while they have their default.
+
+    What does not use them looks as it did before there were such fields.
+    """
+
+    sparse_fields: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = serialise(self)
+        fields = type(self).model_fields
+        for name in self.sparse_fields:
+            if getattr(self, name) == fields[name].default:
+                data.pop(name, None)
+        return data

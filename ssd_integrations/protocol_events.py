@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ssd_integrations.errors import MalformedMessageError, SSDError, error_from_code
-from ssd_integrations.protocol_base import MAX_LOGPROBS, WireMessage
+from ssd_integrations.protocol_base import MAX_LOGPROBS, SparseMessage, WireMessage
+from ssd_integrations.protocol_tools import InvalidToolCall, ToolCall, ToolCallDelta
 from ssd_integrations.validation import describe_validation_error
 
-FinishReason = Literal["stop", "length", "cancelled"]
+#: Why an answer ended. "tool_calls" is a "stop" after at least one valid call.
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 
 
 class Usage(WireMessage):
@@ -108,21 +110,34 @@ class TokenLogprob(WireMessage):
     top: tuple[TokenLogprob, ...] = Field(default=(), max_length=MAX_LOGPROBS)
 
 
-class DeltaEvent(WireMessage):
+class DeltaEvent(SparseMessage):
     """New text. ``token_ids`` are the tokens accepted since the previous delta.
 
-    ``logprobs`` has one entry for each of them if the request asked for it.
+    ``logprobs`` has one entry for each of them if the request asked for it. Within one event
+    ``reasoning`` comes before ``text`` and ``text`` before ``tool_calls``.
     """
+
+    sparse_fields: ClassVar[frozenset[str]] = frozenset({"reasoning", "tool_calls"})
 
     type: Literal["delta"] = "delta"
     request_id: str
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-class FinishedEvent(WireMessage):
-    """The end. ``text`` is the whole output: the concatenation of every delta's text."""
+class FinishedEvent(SparseMessage):
+    """The end. ``text`` is the whole answer: the concatenation of every delta's text.
+
+    ``reasoning`` is what the model thought before, ``tool_calls`` and ``invalid_tool_calls`` what
+    it called; the text of these is not in ``text``.
+    """
+
+    sparse_fields: ClassVar[frozenset[str]] = frozenset(
+        {"reasoning", "tool_calls", "invalid_tool_calls"}
+    )
 
     type: Literal["finished"] = "finished"
     request_id: str
@@ -133,6 +148,9 @@ class FinishedEvent(WireMessage):
     speculation: SpeculationStats
     timing: Timing
     model: ModelInfo
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    invalid_tool_calls: tuple[InvalidToolCall, ...] = ()
 
 
 class FailedEvent(WireMessage):

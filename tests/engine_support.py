@@ -22,6 +22,7 @@ from ssd_integrations.protocol import (
 )
 from ssd_workers.engine.drafters.base import Drafter, DraftView
 from ssd_workers.engine.engine import Engine
+from ssd_workers.engine.grammar import GrammarState
 from ssd_workers.engine.grammar_compiler import GrammarCompiler
 from ssd_workers.engine.loading import LoadedModel, load_model
 from ssd_workers.engine.logit_rules import TokenHistory, has_rules
@@ -30,6 +31,7 @@ from ssd_workers.engine.runner import RowBlock
 from ssd_workers.engine.sampling import process_logits
 from ssd_workers.engine.sequence import Sequence
 from ssd_workers.engine.text_stream import TextStream
+from ssd_workers.engine.tool_grammar import ToolGrammar
 from ssd_workers.models.store import resolve_model
 from ssd_workers.progress import no_progress
 
@@ -54,6 +56,7 @@ class Job:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     structure: StructuredOutput | None = None
+    tools: ToolGrammar | None = None
 
 
 def make_engine(
@@ -153,8 +156,14 @@ def make_sequence(
         on_event=on_event,
         end_token_ids=target.eos_token_ids | frozenset(job.sampling.stop_token_ids),
         history=TokenHistory(job.prompt) if has_rules(job.sampling) else None,
-        grammar=_grammars(target).start(job.structure) if job.structure else None,
+        grammar=_grammar(target, job),
     )
+
+
+def _grammar(target: LoadedModel, job: Job) -> GrammarState | None:
+    if job.tools is not None:
+        return _grammars(target).start_tools(job.tools)
+    return _grammars(target).start(job.structure) if job.structure else None
 
 
 def _grammars(target: LoadedModel) -> GrammarCompiler:

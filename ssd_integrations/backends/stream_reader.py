@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ssd_integrations.backends.wire import EVENT_FIELD, parse_entry_id
 from ssd_integrations.errors import DeadlineExceededError, EngineError
@@ -16,6 +17,7 @@ from ssd_integrations.protocol import (
     FailedEvent,
     FinishedEvent,
     StartedEvent,
+    ToolCallDelta,
     event_from_json,
 )
 
@@ -43,9 +45,9 @@ class StreamCursor:
         self._attempt = 0
         self._sequence = 0
         self._started = False
-        self._text = ""
+        self._channels: dict[str | int, _Channel] = {}
+        self._calls_told: set[int] = set()
         self._num_tokens = 0
-        self._attempt_chars = 0
         self._attempt_tokens = 0
 
     def feed(self, entries: Iterable[Entry]) -> Iterator[Event]:
@@ -71,7 +73,9 @@ class StreamCursor:
     def _advance(self, attempt: int, sequence: int) -> None:
         if attempt != self._attempt:
             self._attempt, self._sequence = attempt, -1
-            self._attempt_chars = self._attempt_tokens = 0
+            self._attempt_tokens = 0
+            for channel in self._channels.values():
+                channel.read = 0
         if sequence != self._sequence + 1:
             self.finished = True
             raise EngineError(
@@ -93,22 +97,56 @@ class StreamCursor:
         return self._fresh_delta(event)
 
     def _fresh_delta(self, event: DeltaEvent) -> DeltaEvent | None:
-        known = self._text[self._attempt_chars : self._attempt_chars + len(event.text)]
         known_tokens = max(0, self._num_tokens - self._attempt_tokens)
-        if not event.text.startswith(known):
-            raise EngineError(
-                f"Attempt {self._attempt} of request {self.request_id} wrote {event.text!r} where "
-                f"an earlier attempt wrote {known!r}."
-            )
-        self._attempt_chars += len(event.text)
         self._attempt_tokens += len(event.token_ids)
-        text, tokens = event.text[len(known) :], event.token_ids[known_tokens:]
-        self._text += text
+        tokens = event.token_ids[known_tokens:]
         self._num_tokens += len(tokens)
-        if not text and not tokens:
+        text = self._fresh_text("text", event.text)
+        reasoning = self._fresh_text("reasoning", event.reasoning)
+        calls = [call for piece in event.tool_calls if (call := self._fresh_call(piece))]
+        if not (text or tokens or reasoning or calls):
             return None
         logprobs = None if event.logprobs is None else event.logprobs[known_tokens:]
-        return event.model_copy(update={"text": text, "token_ids": tokens, "logprobs": logprobs})
+        return event.model_copy(
+            update={
+                "text": text,
+                "token_ids": tokens,
+                "logprobs": logprobs,
+                "reasoning": reasoning,
+                "tool_calls": tuple(calls),
+            }
+        )
+
+    def _fresh_call(self, piece: ToolCallDelta) -> ToolCallDelta | None:
+        arguments = self._fresh_text(piece.index, piece.arguments)
+        if piece.index not in self._calls_told:
+            self._calls_told.add(piece.index)
+            return piece.model_copy(update={"arguments": arguments})
+        if not arguments:
+            return None
+        return ToolCallDelta(index=piece.index, arguments=arguments)
+
+    def _fresh_text(self, channel: str | int, text: str) -> str:
+        """The part of ``text`` that the reader has not had yet; a number is a call's arguments."""
+        known = self._channels.setdefault(channel, _Channel())
+        expected = known.text[known.read : known.read + len(text)]
+        if not text.startswith(expected):
+            raise EngineError(
+                f"Attempt {self._attempt} of request {self.request_id} wrote {text!r} where "
+                f"an earlier attempt wrote {expected!r}."
+            )
+        known.read += len(text)
+        fresh = text[len(expected) :]
+        known.text += fresh
+        return fresh
+
+
+@dataclass
+class _Channel:
+    """One of the texts that a request writes, and how much of it this attempt has written."""
+
+    text: str = ""
+    read: int = 0
 
 
 class StreamWatch:

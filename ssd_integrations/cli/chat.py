@@ -16,7 +16,7 @@ from ssd_integrations.cli.failures import (
 )
 from ssd_integrations.cli.option_groups import with_option_groups
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.cli.render import note, stats_line, write_delta, write_text
+from ssd_integrations.cli.render import AnswerWriter, note, stats_line, write_text
 from ssd_integrations.cli.request_options import AnswerOptions
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.errors import InvalidRequestError, SSDError
@@ -115,7 +115,7 @@ def _answer(
     """Stream one answer. A mistake or a passing trouble costs the turn, not the conversation."""
     try:
         request = options.request(messages=talk.messages(line))
-        event = stream(backend, request, write_delta, bar)
+        event = stream(backend, request, AnswerWriter(), bar)
     except KeyboardInterrupt:
         write_text("\n")
         note("Stopped; the exchange is forgotten.")

@@ -11,10 +11,11 @@ import typer
 from ssd_integrations.cli.failures import report_failures, usage_errors
 from ssd_integrations.cli.option_groups import with_option_groups
 from ssd_integrations.cli.progress import LoadingBar
-from ssd_integrations.cli.render import note, stats_line, write_delta, write_text
+from ssd_integrations.cli.render import AnswerWriter, note, stats_line, write_calls, write_text
 from ssd_integrations.cli.request_options import AnswerOptions
 from ssd_integrations.cli.session import open_session, stream
 from ssd_integrations.cli.structure_options import StructureOptions
+from ssd_integrations.cli.tool_options import ToolOptions
 from ssd_integrations.errors import InvalidRequestError
 from ssd_integrations.protocol import (
     MAX_PROMPT_CHARS,
@@ -24,6 +25,8 @@ from ssd_integrations.protocol import (
 )
 
 _JSON_FIELDS = {"text", "finish_reason", "usage", "speculation", "timing", "model"}
+# There only where the answer has them.
+_JSON_FIELDS |= {"reasoning", "tool_calls", "invalid_tool_calls"}
 
 
 @with_option_groups()
@@ -31,6 +34,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads standard input.")],
     options: AnswerOptions,
     structure: StructureOptions,
+    tools: ToolOptions,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the stream.")
     ] = False,
@@ -48,6 +52,7 @@ def generate(
       ssd generate "Once upon a time" --raw --speculation off
       ssd generate "Is 7 prime?" --choice yes,no
       ssd generate "A person" --json-schema person.json
+      ssd generate "The weather in Köln?" --tool weather.json --tool-choice required
       ssd generate "Say hello" --broker-url redis://localhost:6379/0
     """
     with report_failures(as_json=as_json):
@@ -58,8 +63,8 @@ def generate(
                     remedy="Add --json, which prints them.",
                 )
             options.check()
-            form = structure.structured_output()
-            request = _request(options, _read_prompt(prompt), form)
+            content = {"structured_output": structure.structured_output(), "tools": tools.fields()}
+            request = _request(options, _read_prompt(prompt), content)
         _run(options, request, as_json)
 
 
@@ -82,7 +87,7 @@ def _read_prompt(prompt: str) -> str:
         ) from error
 
 
-def _request(options: AnswerOptions, prompt: str, form: dict[str, Any] | None) -> GenerationRequest:
+def _request(options: AnswerOptions, prompt: str, content: dict[str, Any]) -> GenerationRequest:
     if not prompt.strip():
         raise InvalidRequestError("The prompt is empty.", remedy="Give some text.")
     if options.raw:
@@ -90,11 +95,11 @@ def _request(options: AnswerOptions, prompt: str, form: dict[str, Any] | None) -
             raise InvalidRequestError(
                 "--system has no place in a raw prompt.", remedy="Leave out --raw or --system."
             )
-        return options.request(prompt=prompt, structured_output=form)
+        return options.request(prompt=prompt, **content)
     turns = [{"role": "user", "content": prompt}]
     if options.system is not None:
         turns.insert(0, {"role": "system", "content": options.system})
-    return options.request(messages=turns, structured_output=form)
+    return options.request(messages=turns, **content)
 
 
 def _run(options: AnswerOptions, request: GenerationRequest, as_json: bool) -> None:
@@ -105,7 +110,7 @@ def _run(options: AnswerOptions, request: GenerationRequest, as_json: bool) -> N
 
     with LoadingBar() as bar, open_session(options, bar) as backend:
         try:
-            event = stream(backend, request, keep if as_json else write_delta, bar)
+            event = stream(backend, request, keep if as_json else AnswerWriter(), bar)
         except KeyboardInterrupt:
             if not as_json:
                 write_text("\n")
@@ -116,6 +121,8 @@ def _run(options: AnswerOptions, request: GenerationRequest, as_json: bool) -> N
             summary["logprobs"] = [entry.model_dump(mode="json") for entry in logprobs]
         print(json.dumps(summary, ensure_ascii=False), flush=True)
         return
-    if not event.text.endswith("\n"):
+    # An answer that is calls alone needs no line of text.
+    if not event.text.endswith("\n") and (event.text or not event.tool_calls):
         write_text("\n")
+    write_calls(event)
     note(stats_line(event))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from typing import TYPE_CHECKING, TextIO
@@ -34,9 +35,35 @@ def notes() -> Console:
     return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
-def write_delta(event: DeltaEvent) -> None:
-    """:func:`write_text` for a piece of an answer."""
-    write_text(event.text)
+class AnswerWriter:
+    """:func:`write_text` for the pieces of an answer.
+
+    What the model thinks before goes to standard error, on lines of its own.
+    """
+
+    def __init__(self) -> None:
+        self._is_thinking = False
+
+    def __call__(self, event: DeltaEvent) -> None:
+        """Write what ``event`` tells."""
+        if event.reasoning:
+            write_text(event.reasoning, sys.stderr)
+            self._is_thinking = True
+        if self._is_thinking and (event.text or event.tool_calls):
+            write_text("\n\n", sys.stderr)
+            self._is_thinking = False
+        write_text(event.text)
+
+
+def write_calls(event: FinishedEvent) -> None:
+    """The calls of an answer, each on a line: the name and the arguments as JSON.
+
+    What was meant as one and is none goes to standard error, with the reason.
+    """
+    for call in event.tool_calls:
+        write_text(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}\n")
+    for bad in event.invalid_tool_calls:
+        note(f"Invalid call of {bad.name or 'a tool'}: {bad.reason}: {bad.text}")
 
 
 def note(text: str) -> None:

@@ -101,8 +101,13 @@ class AnswerOptions:
         messages: Sequence[Mapping[str, str]] | None = None,
         prompt: str | None = None,
         structured_output: Mapping[str, Any] | None = None,
+        tools: Mapping[str, Any] | None = None,
     ) -> GenerationRequest:
-        """The request for these messages or this raw prompt, and the form of its answer.
+        """The request for these messages or this raw prompt.
+
+        Parameters:
+          structured_output: the form of its answer.
+          tools: the request's fields that say what the model may call.
 
         Raises:
           InvalidRequestError: a value is out of bounds.
@@ -127,6 +132,7 @@ class AnswerOptions:
                 mode=self.speculation, **self._fields_of(SpeculationParams)
             ),
             structured_output=structured_output,
+            **(tools or {}),
             **limits,
         )
 

@@ -57,12 +57,12 @@ class StructureOptions:
             raise InvalidRequestError(f"{names} are given together.", remedy="Give one of them.")
         if self.json_schema is not None:
             is_text = self.json_schema.lstrip().startswith("{")
-            text = self.json_schema if is_text else _read("--json-schema", self.json_schema)
+            text = self.json_schema if is_text else read_text("--json-schema", self.json_schema)
             return {"json_schema": text}
         if self.choice is not None:
             return {"choice": _split(self.choice)}
         if self.grammar is not None:
-            return {"grammar": _read("--grammar", self.grammar)}
+            return {"grammar": read_text("--grammar", self.grammar)}
         return given or None
 
 
@@ -76,7 +76,12 @@ def _split(choices: str) -> list[str]:
     return texts
 
 
-def _read(option: str, name: str) -> str:
+def read_text(option: str, name: str) -> str:
+    """The text of the file ``name`` that was given for ``option``.
+
+    Raises:
+      InvalidRequestError: it cannot be read, is too large or no UTF-8.
+    """
     try:
         with Path(name).open("rb") as file:
             data = file.read(MAX_STRUCTURE_BYTES + 1)

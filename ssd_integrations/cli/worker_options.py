@@ -41,6 +41,23 @@ ChatTemplate = Annotated[
         rich_help_panel=_WORKER,
     ),
 ]
+ToolFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="How the model writes calls of tools: auto, hermes, llama3, mistral, mistral-args "
+        "or json.",
+        show_default="auto",
+        rich_help_panel=_WORKER,
+    ),
+]
+ReasoningFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="Whether it thinks in <think> tags before it answers: auto, think or none.",
+        show_default="auto",
+        rich_help_panel=_WORKER,
+    ),
+]
 KVCache = Annotated[
     int | None,
     typer.Option(
@@ -97,6 +114,8 @@ class WorkerOptions:
     num_draft_tokens: DraftTokens = 8
     num_threads: NumThreads = None
     chat_template: ChatTemplate = None
+    tool_format: ToolFormat = None
+    reasoning_format: ReasoningFormat = None
     kv_cache_mib: KVCache = None
     prefix_cache_mib: PrefixCache = None
     grace_s: Grace = 30.0

@@ -20,11 +20,16 @@ def to_chunk(event: Event) -> ChatGenerationChunk | None:
     """The chunk that tells of ``event``, or None where there is nothing to tell.
 
     Merging chunks concatenates equal strings and adds equal numbers, so metadata rides on the
-    last chunk only; lists are joined, so log-probabilities ride with their tokens.
+    last chunk only; lists are joined, so log-probabilities ride with their tokens. Of
+    ``reasoning_content`` LangChain makes a reasoning block.
     """
-    if isinstance(event, DeltaEvent) and (event.text or event.logprobs):
+    if isinstance(event, DeltaEvent) and (event.text or event.logprobs or event.reasoning):
         metadata = {"logprobs": {"content": _logprobs(event.logprobs)}} if event.logprobs else {}
-        message = AIMessageChunk(content=event.text, response_metadata=metadata)
+        message = AIMessageChunk(
+            content=event.text,
+            additional_kwargs={"reasoning_content": event.reasoning} if event.reasoning else {},
+            response_metadata=metadata,
+        )
         return ChatGenerationChunk(message=message)
     if isinstance(event, FinishedEvent):
         return ChatGenerationChunk(message=_last_message(event))

@@ -13,6 +13,8 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     LogProb,
     MessageRole,
+    TextBlock,
+    ThinkingBlock,
 )
 
 from ssd_integrations.adapter_common import token_bytes
@@ -24,12 +26,14 @@ class Answer:
 
     ``text`` is all of it, ``delta`` what the latest event added, ``raw`` (usage, finish reason,
     speculation statistics, timing) comes with the end. ``logprobs`` goes with ``text``: a list
-    for each token, the token itself first and then the best alternatives to it.
+    for each token, the token itself first and then the best alternatives to it. ``reasoning`` is
+    what the model thought before the text.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.delta = ""
+        self.reasoning = ""
         self.logprobs: list[list[LogProb]] | None = None
         self.finished: FinishedEvent | None = None
 
@@ -38,10 +42,11 @@ class Answer:
         if isinstance(event, DeltaEvent):
             self.delta = event.text
             self.text += event.text
+            self.reasoning += event.reasoning
             if event.logprobs:
                 found = [_logprobs(entry) for entry in event.logprobs]
                 self.logprobs = [*(self.logprobs or ()), *found]
-            return bool(event.text or event.logprobs)
+            return bool(event.text or event.logprobs or event.reasoning)
         if isinstance(event, FinishedEvent):
             self.delta = ""
             self.finished = event
@@ -65,6 +70,8 @@ class Answer:
     def chat(self) -> ChatResponse:
         """One step of a chat stream, or its end."""
         message = ChatMessage(role=MessageRole.ASSISTANT, content=self.text)
+        if self.reasoning:
+            message.blocks = [ThinkingBlock(content=self.reasoning), TextBlock(text=self.text)]
         return ChatResponse(message=message, delta=self.delta, raw=self.raw, logprobs=self.logprobs)
 
     def completion(self) -> CompletionResponse:

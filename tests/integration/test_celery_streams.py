@@ -22,6 +22,7 @@ from ssd_integrations.protocol import (
     StartedEvent,
     Timing,
     TokenLogprob,
+    ToolCallDelta,
     Usage,
 )
 from ssd_workers import claims
@@ -101,6 +102,24 @@ class TestCursor:
             cursor, entry(2, 0, self.started), entry(2, 1, with_logprobs("abcd", 1, 2, 3, 4))
         )
         assert event == with_logprobs("cd", 3, 4)
+
+    def test_calls_and_reasoning_of_a_second_attempt_go_on_where_the_first_ended(self) -> None:
+        def with_call(reasoning: str, *pieces: ToolCallDelta) -> DeltaEvent:
+            update = {"reasoning": reasoning, "tool_calls": pieces}
+            return delta("").model_copy(update=update)
+
+        cursor = StreamCursor("r")
+        start = ToolCallDelta(index=0, id="i", name="n", arguments='{"a"')
+        self.feed(cursor, entry(1, 0, self.started), entry(1, 1, with_call("hm", start)))
+        more = start.model_copy(update={"arguments": '{"a": 1}'})
+        next_one = ToolCallDelta(index=1, id="j", name="m")
+        (event,) = self.feed(
+            cursor, entry(2, 0, self.started), entry(2, 1, with_call("hm.", more, next_one))
+        )
+        assert event == with_call(".", ToolCallDelta(index=0, arguments=": 1}"), next_one)
+        other = start.model_copy(update={"arguments": '{"b"'})
+        with pytest.raises(EngineError, match="earlier attempt wrote"):
+            self.feed(cursor, entry(3, 0, self.started), entry(3, 1, with_call("", other)))
 
     def test_a_second_attempt_with_another_text_is_an_error(self) -> None:
         cursor = StreamCursor("r")

@@ -23,6 +23,14 @@ def roomy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=4096)
 
 
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a token for each marker of tool calls."""
+    from tests.tools import make_tool_model
+
+    return make_tool_model(tmp_path_factory.mktemp("models") / "tools")
+
+
 @pytest.fixture(scope="module")
 def service(roomy_model: Path) -> Iterator[EngineService]:
     """A service with four rows."""

@@ -53,7 +53,7 @@ def _logprobs(token_id: int, token: str, num_top: int | None) -> tuple[TokenLogp
 
 
 class ScriptedBackend:
-    """Yields ``pieces`` as deltas; raises ``error`` in place of the end, if there is one.
+    """Yields ``thoughts`` and ``pieces`` as deltas; raises ``error`` in place of the end.
 
     ``requests`` holds what came in, ``cancelled`` the ids of requests whose consumer left.
     """
@@ -62,10 +62,12 @@ class ScriptedBackend:
         self,
         pieces: tuple[str, ...] = ("Hel", "", "lo"),
         *,
+        thoughts: tuple[str, ...] = (),
         error: SSDError | None = None,
         finish_reason: FinishReason = "stop",
     ) -> None:
         self.pieces = pieces
+        self.thoughts = thoughts
         self.error = error
         self.finish_reason = finish_reason
         self.requests: list[GenerationRequest] = []
@@ -74,6 +76,8 @@ class ScriptedBackend:
     def _script(self, request: GenerationRequest) -> Iterator[Event]:
         request_id = request.request_id
         yield StartedEvent(request_id=request_id, model=request.model, prompt_tokens=7)
+        for thought in self.thoughts:
+            yield DeltaEvent(request_id=request_id, text="", reasoning=thought)
         for index, piece in enumerate(self.pieces):
             yield DeltaEvent(
                 request_id=request_id,
@@ -97,6 +101,7 @@ class ScriptedBackend:
                 tokens_per_second=10.5,
             ),
             model=INFO,
+            reasoning="".join(self.thoughts),
         )
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:

@@ -18,6 +18,7 @@ from ssd_integrations.protocol import (
     FailedEvent,
     FinishedEvent,
     GenerationRequest,
+    InvalidToolCall,
     Message,
     ModelInfo,
     SamplingParams,
@@ -26,6 +27,7 @@ from ssd_integrations.protocol import (
     StartedEvent,
     Timing,
     ToolCall,
+    ToolCallDelta,
     Usage,
     build_request,
     build_sampling,
@@ -102,13 +104,26 @@ models = st.builds(
 events: st.SearchStrategy[Event] = st.one_of(
     st.builds(StartedEvent, request_id=ids, model=texts, prompt_tokens=counts),
     st.builds(
-        DeltaEvent, request_id=ids, text=texts, token_ids=st.lists(counts, max_size=5).map(tuple)
+        DeltaEvent,
+        request_id=ids,
+        text=texts,
+        token_ids=st.lists(counts, max_size=5).map(tuple),
+        reasoning=texts,
+        tool_calls=st.lists(
+            st.builds(ToolCallDelta, index=counts, id=st.none() | ids, arguments=texts), max_size=2
+        ).map(tuple),
     ),
     st.builds(
         FinishedEvent,
         request_id=ids,
         text=texts,
-        finish_reason=st.sampled_from(["stop", "length", "cancelled"]),
+        finish_reason=st.sampled_from(["stop", "length", "cancelled", "tool_calls"]),
+        reasoning=texts,
+        tool_calls=st.lists(tool_calls, max_size=2).map(tuple),
+        invalid_tool_calls=st.lists(
+            st.builds(InvalidToolCall, id=ids, name=st.none() | texts, text=texts, reason=texts),
+            max_size=2,
+        ).map(tuple),
         stop_sequence=st.none() | texts,
         usage=st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, total_tokens=counts),
         speculation=st.builds(

@@ -20,6 +20,8 @@ from ssd_integrations.validation import describe_validation_error
 DType = Literal["auto", "int8", "float32", "bfloat16", "float16"]
 AttnImplementation = Literal["packed", "sdpa"]
 DecodeStep = Literal["eager", "static", "graphs", "compile"]
+ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "json"]
+ReasoningFormat = Literal["auto", "think", "none"]
 
 _DEVICE_MAP_NAMES = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -41,6 +43,9 @@ class EngineConfig(BaseModel):
     ``kv_cache_mib`` is the memory for keys and values, on all devices together; None takes what is
     free once the models are loaded, less a reserve. ``prefix_cache_mib`` of it may hold those of
     earlier prompts and answers; None is 256 on a CPU and 1024 elsewhere, 0 keeps nothing.
+
+    ``tool_format`` is how the model writes calls of tools, ``reasoning_format`` whether it thinks
+    in ``<think>`` tags before it answers; "auto" tells by its chat template and vocabulary.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -59,6 +64,8 @@ class EngineConfig(BaseModel):
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     suffix_store: str | None = Field(default=None, min_length=1, max_length=4096)
     chat_template: str | None = Field(default=None, max_length=1_000_000)
+    tool_format: ToolFormatName = "auto"
+    reasoning_format: ReasoningFormat = "auto"
     kv_cache_mib: int | None = Field(default=None, ge=1, le=2**30)
     prefix_cache_mib: int | None = Field(default=None, ge=0, le=2**30)
 

@@ -6,7 +6,6 @@ import time
 
 from ssd_integrations.errors import EngineError, SSDError
 from ssd_integrations.protocol import (
-    DeltaEvent,
     ErrorInfo,
     FailedEvent,
     FinishReason,
@@ -18,6 +17,8 @@ from ssd_workers.engine.draft_budget import DraftBudget
 from ssd_workers.engine.drafters.base import Drafter
 from ssd_workers.engine.loading import LoadedModel
 from ssd_workers.engine.memory import CacheMemory
+from ssd_workers.engine.output_parsers.output import delta_events
+from ssd_workers.engine.output_parsers.parts import Part
 from ssd_workers.engine.prompt_pace import PromptPace
 from ssd_workers.engine.runner import RowBlock
 from ssd_workers.engine.scheduler import Scheduler
@@ -194,7 +195,7 @@ class Engine:
             # What an end cut off was accepted all the same; what a grammar forced earns nobody.
             drafted = len(rows.draft) - forced
             self._budget.observe(sequence, drafted, min(accepted, drafted))
-        self._emit(sequence, delta.text, kept, verdict.logprobs)
+        self._emit(sequence, sequence.output.push(delta.text), kept, verdict.logprobs)
         if reason is not None:
             self._finish(sequence, reason, delta.stopped)
 
@@ -211,26 +212,20 @@ class Engine:
     def _emit(
         self,
         sequence: Sequence,
-        text: str,
+        parts: list[Part],
         token_ids: list[int],
         logprobs: tuple[TokenLogprob, ...] | None = None,
     ) -> None:
-        if text or token_ids:
-            sequence.on_event(
-                DeltaEvent(
-                    request_id=sequence.request_id,
-                    text=text,
-                    token_ids=tuple(token_ids),
-                    logprobs=None if logprobs is None else logprobs[: len(token_ids)],
-                )
-            )
+        for event in delta_events(sequence.request_id, parts, token_ids, logprobs):
+            sequence.on_event(event)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, stop: str | None) -> None:
         held_back = sequence.text.finish()
         if held_back.stopped is not None and stop is None:
             # The last, unfinished character completed a stop string.
             reason, stop = "stop", held_back.stopped
-        self._emit(sequence, held_back.text, [])
+        rest = sequence.output.push(held_back.text) + sequence.output.finish(reason)
+        self._emit(sequence, rest, [])
         self._memory.keep(sequence)
         self._release(sequence)
         sequence.on_event(sequence.finished_event(reason, stop, self._info))

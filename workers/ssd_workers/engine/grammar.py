@@ -1,4 +1,4 @@
-"""Structured output: which tokens may come next, for a JSON schema, a regex, choices or a grammar.
+"""Structured output and tool calls: which tokens may come next.
 
 A grammar is a function of the tokens before a position: it gives the set of tokens with which
 the text can still become a whole one. Logits outside it are masked before a token is chosen, so
@@ -32,12 +32,26 @@ class GrammarState:
     ``_ahead`` are tokens that the parser has read beyond the output, ``_masks[i]`` is the mask
     after the first i of them, one bit per token. An error of the parser ends this sequence alone,
     at the next :meth:`advance`; until then its rows are not masked.
+
+    Parameters:
+      matcher: the parser at the beginning of the output.
+      end_token_ids: the tokens that end it.
+      kind: what it is called in errors.
+      may_be_cut: whether the token limit may end it anywhere.
     """
 
-    def __init__(self, matcher: LLMatcher, end_token_ids: Collection[int], kind: str) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        end_token_ids: Collection[int],
+        kind: str,
+        *,
+        may_be_cut: bool = False,
+    ) -> None:
         self._matcher = matcher
         self._end_token_ids = end_token_ids
         self._kind = kind
+        self._may_be_cut = may_be_cut
         self._ahead: list[int] = []
         self._masks: list[bytes] = []
         self._error: SSDError | None = None
@@ -111,6 +125,8 @@ class GrammarState:
         if reason != "length":
             return reason
         if not self._matcher.is_accepting():
+            if self._may_be_cut:
+                return reason
             raise IncompleteStructureError(
                 f"The token limit was reached before the answer was a complete {self._kind}."
             )

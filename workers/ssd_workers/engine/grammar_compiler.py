@@ -6,6 +6,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -16,6 +17,7 @@ from ssd_integrations.errors import InvalidRequestError, InvalidStructureError
 from ssd_integrations.protocol import StructuredOutput
 from ssd_workers.engine.grammar import GrammarState, reason
 from ssd_workers.engine.schema_recursion import is_endless
+from ssd_workers.engine.tool_grammar import ToolGrammar, closed
 
 _CACHED_GRAMMARS = 32
 # Nothing between the parts of a JSON text: a model could go on with blanks for ever. Given like
@@ -62,27 +64,57 @@ class GrammarCompiler:
           InvalidStructureError: it cannot be compiled, or no text satisfies it.
           InvalidRequestError: this model's tokenizer cannot be used for it.
         """
-        key = structure.to_json()
+        matcher = self._get(structure.to_json(), lambda known: _compile(structure, known))
+        return GrammarState(matcher, self._end_token_ids, structure.kind)
+
+    def start_tools(self, grammar: ToolGrammar) -> GrammarState | None:
+        """The same for calls of tools; None where nothing is ruled out. Raises as it does.
+
+        The tools are checked in either case. The token limit may cut an answer with calls.
+        """
+        matcher = self._get(grammar.key, lambda known: self._compile_tools(grammar, known))
+        if not grammar.constrains:
+            return None
+        return GrammarState(matcher, self._end_token_ids, "tool call", may_be_cut=True)
+
+    def _get(self, key: str, compiled: Callable[[LLTokenizer], LLMatcher]) -> LLMatcher:
         with self._lock:
             matcher = self._compiled.get(key)
             tokenizer = self._prepare()
         if matcher is None:
             # Outside the lock: a large schema takes a while, and others need not wait.
-            matcher = _compile(structure, tokenizer)
+            matcher = compiled(tokenizer)
         with self._lock:
             self._compiled[key] = matcher
             self._compiled.move_to_end(key)
             if len(self._compiled) > self._capacity:
                 self._compiled.popitem(last=False)
-            return GrammarState(matcher.deep_copy(), self._end_token_ids, structure.kind)
+            return matcher.deep_copy()
+
+    def _compile_tools(self, grammar: ToolGrammar, tokenizer: LLTokenizer) -> LLMatcher:
+        for tool in grammar.tools:
+            try:
+                _compile(StructuredOutput(json_schema=closed(tool)), tokenizer)
+            except InvalidStructureError as error:
+                raise InvalidStructureError(
+                    f"The parameters of tool {tool.name!r}: {error.message}"
+                ) from error
+        added = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
+        tokens = {
+            marker: added[marker]
+            for marker in grammar.output_format.markers
+            if marker in added and tokenizer.is_special_token(added[marker])
+        }
+        checked = grammar if grammar.constrains else replace(grammar, required=True)
+        return _matcher(tokenizer, checked.source(tokens), "The tools' grammar")
 
     def _prepare(self) -> LLTokenizer:
         if self._prepared is None:
             if not self._end_token_ids:
                 raise InvalidRequestError(
-                    "structured_output needs a model with an end-of-sequence token, and this one "
-                    "has none.",
-                    remedy="Use another model, or leave out structured_output.",
+                    "structured_output and tools need a model with an end-of-sequence token, and "
+                    "this one has none.",
+                    remedy="Use another model, or leave them out.",
                 )
             size = max(self._vocab_size, len(self._tokenizer))
             try:
@@ -91,7 +123,8 @@ class GrammarCompiler:
                 )
             except ValueError as error:
                 raise InvalidRequestError(
-                    f"structured_output cannot be used with this model's tokenizer: {error}.",
+                    "structured_output and tools cannot be used with this model's tokenizer: "
+                    f"{error}.",
                     remedy="Use a model with a fast tokenizer (tokenizer.json).",
                 ) from error
         return self._prepared
@@ -110,15 +143,19 @@ def _compile(structure: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
         raise InvalidStructureError(
             f"{kind}={shown}: no text satisfies it, since it demands itself without an end."
         )
+    return _matcher(tokenizer, source, f"{kind}={shown}")
+
+
+def _matcher(tokenizer: LLTokenizer, source: str, what: str) -> LLMatcher:
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
-        raise InvalidStructureError(f"{kind}={shown} cannot be compiled: {reason(matcher)}.")
+        raise InvalidStructureError(f"{what} cannot be compiled: {reason(matcher)}.")
     # Some contradictions only show when the first token is looked for.
     first = matcher.deep_copy()
     mask = first.compute_bitmask()
     if first.is_error() or not any(mask):
-        raise InvalidStructureError(f"{kind}={shown}: no text satisfies it.")
+        raise InvalidStructureError(f"{what}: no text satisfies it.")
     return matcher
 
 

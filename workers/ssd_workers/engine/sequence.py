@@ -21,6 +21,7 @@ from ssd_workers.engine.drafters.base import Drafter
 from ssd_workers.engine.grammar import GrammarState
 from ssd_workers.engine.kv_cache import SequenceCache
 from ssd_workers.engine.logit_rules import RowRules, TokenHistory
+from ssd_workers.engine.output_parsers.output import Output, PlainOutput, finish_reason
 from ssd_workers.engine.text_stream import TextStream
 
 
@@ -30,7 +31,8 @@ class Sequence:
 
     ``token_ids`` are prompt and accepted output. ``cache.length`` of them have keys and values;
     while decoding that is all but the last one. ``history`` is kept where rules need it,
-    ``grammar`` where the output must have a form.
+    ``grammar`` where the output must have a form. ``text`` makes characters of tokens, ``output``
+    tells what they mean.
     """
 
     request: GenerationRequest
@@ -45,6 +47,7 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()
     history: TokenHistory | None = None
     grammar: GrammarState | None = None
+    output: Output = field(default_factory=PlainOutput)
     cache: SequenceCache | None = None
     #: Positions that there is room for, and prompt tokens that were not computed but found.
     reserved_length: int = 0
@@ -142,8 +145,8 @@ class Sequence:
         """The terminal event, with everything measured."""
         return FinishedEvent(
             request_id=self.request_id,
-            text=self.text.text,
-            finish_reason=reason,
+            text=self.output.text,
+            finish_reason=finish_reason(self.output, reason),
             stop_sequence=stop_sequence,
             usage=Usage(
                 prompt_tokens=self.prompt_length,
@@ -154,6 +157,9 @@ class Sequence:
             speculation=self._speculation(),
             timing=self._timing(),
             model=model,
+            reasoning=self.output.reasoning,
+            tool_calls=tuple(self.output.tool_calls),
+            invalid_tool_calls=tuple(self.output.invalid_tool_calls),
         )
 
     def _speculation(self) -> SpeculationStats:

@@ -67,7 +67,13 @@ class EngineService:
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         target, draft = load_engine_models(self.config, self._progress)
-        chat_format = ChatFormat(target.name, target.tokenizer, self.config.chat_template)
+        chat_format = ChatFormat(
+            target.name,
+            target.tokenizer,
+            self.config.chat_template,
+            tool_format=self.config.tool_format,
+            reasoning_format=self.config.reasoning_format,
+        )
         max_model_len = self._max_model_len(target)
         self._info = ModelInfo(
             name=target.name,
