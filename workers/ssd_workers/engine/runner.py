@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,17 @@ from ssd_workers.engine.attention import Grouping, PackedStep
 from ssd_workers.engine.attention_check import rows_are_exact
 from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fusion import Recorder, fuse_layers
+from ssd_workers.engine.int8 import Int8Linear, Int8Slice
 from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span, round_up
+from ssd_workers.engine.library_check import difference, rows_are_alike
+from ssd_workers.engine.rollback import refusal_of_error, refusal_of_layers
+from ssd_workers.engine.row_exact_functions import RankingWatch, RowExactFunctions
 from ssd_workers.engine.step_cost import StepCost
+
+# How far logits may be from the library's, relative to their size. In float32 both differ by
+# rounding only. Elsewhere rounding is coarser, and a router may choose another expert for a row.
+_FLOAT32_TOLERANCE = 1e-3
+_COARSE_TOLERANCE = 0.15
 
 
 @dataclass(frozen=True)
@@ -54,16 +64,14 @@ class ModelRunner:
         self.device = device
         self._attention = attention
         self.bytes_per_token = 0
+        self.is_int8 = any(isinstance(m, Int8Linear | Int8Slice) for m in model.modules())
+        #: Whether the model chooses by rank, as mixtures of experts do; known once it is checked.
+        self.ranks = False
         config = model.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
-        heads: int = config.num_attention_heads
-        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-        head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.grouping: Grouping = "span"
-        if device.type == "cpu":
-            exact = rows_are_exact(kv_heads, heads // kv_heads, head_dim)
-            self.grouping = "block" if exact else "row"
+        # On a CPU, grouping is tried on the layers' shapes once they are known.
+        self.grouping: Grouping = "row" if device.type == "cpu" else "span"
 
     def calibrate(self) -> StepCost:
         """What a forward of few rows costs here, in seconds; refined while decoding."""
@@ -130,16 +138,26 @@ class ModelRunner:
             positions.extend(range(start + shift, start + shift + rows))
             kept.extend(range(len(ids) - block.keep, len(ids)))
         step = PackedStep(spans, grouping=self.grouping, implementation=self._attention)
-        output = self.model(
-            input_ids=torch.tensor([ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            cache=step,
-            use_cache=True,
-            # A model must compute at least one row of logits.
-            logits_to_keep=torch.tensor(kept or [len(ids) - 1], device=self.device),
-            ssd_step=step,
-        )
+        with RowExactFunctions() if self._is_row_exact else nullcontext():
+            output = self.model(
+                input_ids=torch.tensor([ids], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                cache=step,
+                use_cache=True,
+                # A model must compute at least one row of logits.
+                logits_to_keep=torch.tensor(kept or [len(ids) - 1], device=self.device),
+                ssd_step=step,
+            )
         return step, output.logits[0, : len(kept)]
+
+    @property
+    def _is_row_exact(self) -> bool:
+        """Whether a row's logits must have the same bits whatever stands beside it.
+
+        In int8 that is the promise. In float32 last bits may differ, but not where they choose
+        another expert.
+        """
+        return self.device.type == "cpu" and (self.is_int8 or self.ranks)
 
     @torch.inference_mode()
     def fuse_layers(self, context_length: int) -> int:
@@ -166,23 +184,71 @@ class ModelRunner:
         """Run three tokens and see that every layer goes through our cache and attention.
 
         Raises:
-          UnsupportedModelError: the model keeps state elsewhere, so it cannot be rolled back.
+          UnsupportedModelError: the model keeps state elsewhere, so it cannot be rolled back, or
+            its attention is not computed here.
         """
-        refusal = f"Model {name!r} ({type(self.model).__name__}) cannot be decoded by this engine:"
+        refusal = self._refusal(name)
+        watch = RankingWatch()
         try:
-            step, _ = self._forward([RowBlock(self.new_cache(), [1, 2, 3], 1)])
+            with watch:
+                step, _ = self._forward([RowBlock(self.new_cache(), [1, 2, 3], 1)])
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"{refusal} {error.message}", remedy=error.remedy
             ) from error
-        except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise UnsupportedModelError(f"{refusal} {error}.") from error
-        expected = set(range(self.num_layers))
-        if step.written_layers != expected or step.attended.keys() != expected:
+        except (
+            TypeError, AttributeError, ValueError, LookupError, RuntimeError, NotImplementedError,
+        ) as error:  # fmt: skip
             raise UnsupportedModelError(
-                f"{refusal} only {len(step.attended)} of its {self.num_layers} layers use "
-                "the key-value cache and attention interface that can be rolled back."
-            )
+                f"{refusal} {refusal_of_error(self.model, error)}"
+            ) from error
+        reason = refusal_of_layers(self.num_layers, step.written_layers, set(step.attended))
+        if reason is not None:
+            raise UnsupportedModelError(f"{refusal} {reason}")
+        self.ranks = watch.ranks
         cache = step.spans[0].cache
-        layers = (cache.read(layer, 0, 1) for layer in range(self.num_layers))
+        layers = [cache.read(layer, 0, 1) for layer in range(self.num_layers)]
         self.bytes_per_token = sum(keys.nbytes + values.nbytes for keys, values in layers)
+        if self.device.type == "cpu":
+            heads: int = self.model.config.get_text_config(decoder=True).num_attention_heads
+            shapes = {(keys.shape[0], keys.shape[2]) for keys, _ in layers}
+            exact = all(rows_are_exact(kv, heads // kv, dim) for kv, dim in shapes)
+            self.grouping = "block" if exact else "row"
+
+    @torch.inference_mode()
+    def check_against_library(self, name: str) -> None:
+        """Compare logits with those of the model's own forward, and of rows alone and together.
+
+        Windows are made small for the time of the check. Call it before layers are fused.
+
+        Raises:
+          UnsupportedModelError: the model does something that this engine leaves out, or, where
+            rows must be exact, mixes them.
+        """
+
+        def forward(blocks: list[tuple[SequenceCache, list[int]]]) -> torch.Tensor:
+            rows = [RowBlock(cache, tokens, len(tokens)) for cache, tokens in blocks]
+            return ModelRunner.forward(self, rows)
+
+        sharp = self.model.dtype == torch.float32 and not self.is_int8
+        # A near tie between experts may be decided otherwise in one text, hardly in three.
+        for attempt in range(3 if self.ranks else 1):
+            apart = difference(self.model, forward, self.new_cache, attempt)
+            worst = float(apart.max() if sharp else apart.median())
+            if worst <= (_FLOAT32_TOLERANCE if sharp else _COARSE_TOLERANCE):
+                break
+        else:
+            raise UnsupportedModelError(
+                f"{self._refusal(name)} its logits are {worst:.1%} away from those that "
+                "transformers computes with its own attention, so it needs something that this "
+                "engine does not compute."
+            )
+        if self._is_row_exact and not rows_are_alike(self.model, forward, self.new_cache):
+            raise UnsupportedModelError(
+                f"{self._refusal(name)} what it computes for a token depends on the tokens "
+                "computed beside it, so speculation could change its text.",
+                remedy="Use --dtype float32." if self.is_int8 else None,
+            )
+
+    def _refusal(self, name: str) -> str:
+        return f"Model {name!r} ({type(self.model).__name__}) cannot be decoded by this engine:"

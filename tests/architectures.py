@@ -1,0 +1,156 @@
+"""Tiny configurations of many architectures: what is decoded, and what is refused and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.tiny import VOCAB_SIZE, make_tokenizer
+
+WINDOW = 16
+CONTEXT = 512
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    # Wide enough that the logits are spread as a trained model's are, and no near ties.
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+_ONE_WINDOW = {"sliding_window": WINDOW}
+_TWO_WINDOWS = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+# Long and short factors, and a context of which the short ones serve half.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": CONTEXT // 2,
+}
+
+_DENSE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": _ONE_WINDOW,
+    "gemma2": {
+        **_TWO_WINDOWS, "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0,
+    },
+    "gemma3_text": {**_TWO_WINDOWS, "query_pre_attn_scalar": 16},
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {"sliding_window": WINDOW, "rope_parameters": LONGROPE},
+    "gpt2": _GPT,
+    "gpt_neox": {"rotary_pct": 0.25},
+}  # fmt: skip
+
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+}  # fmt: skip
+
+# Its experts are not those of transformers' interface.
+_JETMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
+
+_FURTHER: dict[str, dict[str, Any]] = {}
+
+MIXTURES = tuple(_MIXTURES)
+DECODED = (*_DENSE, *MIXTURES)
+"""Tested with every change."""
+
+FURTHER = tuple(_FURTHER)
+"""Decoded as well; tested with the slow tests."""
+
+_RECURRENT = "recurrent state"
+_MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1}
+_LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
+    "head_dim": 8,
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": ({"state_size": 8}, _RECURRENT),
+    "mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1}, _RECURRENT),
+    "rwkv": ({"attention_hidden_size": 64}, _RECURRENT),
+    "recurrent_gemma": ({"block_types": ["recurrent", "attention"]}, _RECURRENT),
+    "jamba": (
+        {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+        _RECURRENT,
+    ),
+    "zamba2": (
+        {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 8},
+        _RECURRENT,
+    ),
+    "bamba": ({**_MAMBA, "attn_layer_indices": [1]}, _RECURRENT),
+    "falcon_h1": ({**_MAMBA, "mamba_d_ssm": 128}, _RECURRENT),
+    "qwen3_next": (
+        {
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        _RECURRENT,
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, _RECURRENT),
+    "bart": ({"is_encoder_decoder": True}, "encoder-decoder"),
+    "gpt_oss": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        "attention sinks",
+    ),
+    "bloom": ({"n_layer": 2, "n_head": 4}, "computes attention itself"),
+    "mpt": (
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT},
+        "computes attention itself",
+    ),
+    "falcon": ({"alibi": True}, "computes attention itself"),
+    "deepseek_v3": (_LATENT, "multi-head latent attention"),
+    "llama4_text": (
+        {"attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 128},
+        "chunked local attention",
+    ),
+}  # fmt: skip
+"""Settings of models that are refused, and what the refusal says."""
+
+
+def config_of(arch: str, **overrides: Any) -> Any:
+    """A configuration of the model type ``arch`` with two layers of width 64."""
+    known = {**_DENSE, **_MIXTURES, **_FURTHER, "jetmoe": _JETMOE}
+    settings = known[arch] if arch in known else REFUSED[arch][0]
+    return AutoConfig.for_model(arch, **{**_COMMON, **settings, **overrides})
+
+
+def make_model(path: Path, arch: str, seed: int = 0, **overrides: Any) -> Path:
+    """Save a random model of ``arch`` with a tokenizer into ``path`` and return it."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_of(arch, **overrides), dtype=torch.float32)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path

@@ -1,0 +1,147 @@
+"""Experts and routers: a row has the same bits alone and in any batch; int8 is kept on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn import functional
+from transformers.integrations.moe import ExpertsInterface
+
+from ssd_integrations.errors import UnsupportedModelError
+from ssd_workers.engine import row_exact_functions
+from ssd_workers.engine.experts import EXPERTS_NAME, is_experts
+from ssd_workers.engine.int8 import cpu_is_exact
+from ssd_workers.engine.loading import load_model
+from ssd_workers.engine.row_exact_functions import (
+    RankingWatch,
+    RowExactFunctions,
+    row_exact_linear,
+)
+from ssd_workers.models.store import resolve_model
+from ssd_workers.progress import no_progress
+from tests.architectures import MIXTURES, make_model
+
+needs_int8 = pytest.mark.skipif(
+    not cpu_is_exact(), reason="this processor has no exact int8 products (VNNI or AMX)"
+)
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (64, 64), (96, 1100), (400, 64), (1, 64), (2100, 128)])
+@pytest.mark.parametrize("counts", [None, (16, 16), (1, 1)])
+def test_products_are_row_exact(
+    shape: tuple[int, int], counts: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if counts is not None:
+        monkeypatch.setattr(row_exact_functions, "_alike", lambda weight: counts)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator)
+    bias = torch.randn(shape[0], generator=generator)
+    x = torch.randn(1, 300, shape[1], generator=generator)
+    alone = torch.cat([row_exact_linear(row, weight, bias) for row in x.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(alone, functional.linear(x, weight, bias), atol=1e-3, rtol=1e-4)
+    for first, count in ((0, 300), (3, 2), (17, 15), (100, 16), (50, 33), (1, 129)):
+        part = row_exact_linear(x[:, first : first + count], weight, bias)
+        assert torch.equal(part, alone[:, first : first + count])
+
+
+def test_functions_inside_are_row_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(7, 60, generator=generator)
+    gate = torch.randn(1, 60, generator=generator)
+    x = torch.randn(100, 60, generator=generator) * 3
+
+    def router(rows: torch.Tensor) -> torch.Tensor:
+        scores = functional.linear(rows, weight).sigmoid() + rows @ weight.T
+        return torch.cat([scores, functional.silu(functional.linear(rows, gate))], dim=1)
+
+    with RowExactFunctions():
+        whole = router(x)
+        for count in (1, 2, 9, 31, 77):
+            assert torch.equal(router(x[:count]), whole[:count])
+    torch.testing.assert_close(whole, router(x), atol=1e-5, rtol=1e-5)
+
+
+def test_choosing_by_rank_is_noticed() -> None:
+    x = torch.randn(3, 4)
+    for ranking in (
+        lambda: x.topk(2),
+        lambda: torch.topk(x, 2),
+        lambda: x.max(dim=-1),
+        lambda: x.argmax(-1),
+    ):
+        with RankingWatch() as watch:
+            ranking()
+        assert watch.ranks
+    with RankingWatch() as watch:
+        x.max()
+        x.softmax(-1)
+    assert not watch.ranks
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_experts_are_row_exact_and_those_of_the_library(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
+    path = make_model(tmp_path / "model", arch)
+    model = load_model(resolve_model(str(path)), "float32", "cpu", no_progress).runner.model
+    experts = next(module for module in model.modules() if is_experts(module))
+    x = torch.randn(40, 64)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(40)])
+    weights = torch.rand(40, 2)
+    ours = ExpertsInterface._global_mapping[EXPERTS_NAME]
+    whole = ours(experts, x, index, weights)
+    alone = [ours(experts, *(t[i : i + 1] for t in (x, index, weights))) for i in range(40)]
+    assert torch.equal(torch.cat(alone), whole)
+    library = ExpertsInterface._global_mapping["batched_mm"]
+    torch.testing.assert_close(whole, library(experts, x, index, weights), atol=1e-3, rtol=1e-4)
+
+
+@needs_int8
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_int8_experts_are_made_once_and_read_again(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
+    source = resolve_model(str(make_model(tmp_path / "model", arch)))
+    stages: list[str] = []
+
+    def progress(stage: str, done: float, total: float, unit: str) -> None:
+        stages.append(stage)
+        assert done <= total
+
+    first = load_model(source, "int8", "cpu", progress)
+    assert "quantise to int8" in stages
+    stages.clear()
+    second = load_model(source, "int8", "cpu", progress)
+    assert "quantise to int8" not in stages
+    assert not any(is_experts(module) for module in second.runner.model.modules())
+    # No float weights are left beside embeddings and routers.
+    left = {name for name, p in second.runner.model.named_parameters() if p.ndim >= 2}
+    assert all("embed" in name or "gate" in name for name in left), left
+    (file,) = (tmp_path / "cache" / "int8").glob("*/int8.safetensors")
+    with safe_open(file, framework="pt") as stored:
+        packed = stored.get_tensor("model.layers.0.mlp.experts.gate_up_proj.weight")
+    assert packed.dtype == torch.int8
+    assert packed.ndim == 3
+    from ssd_workers.engine.runner import RowBlock
+
+    tokens = list(range(5, 30))
+    logits = [
+        m.runner.forward([RowBlock(m.runner.new_cache(), tokens, 25)]) for m in (first, second)
+    ]
+    assert torch.equal(*logits)
+
+
+@needs_int8
+def test_experts_of_another_make_are_refused_in_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
+    source = resolve_model(str(make_model(tmp_path / "model", "jetmoe")))
+    assert load_model(source, "float32", "cpu", no_progress).runner.ranks
+    with pytest.raises(UnsupportedModelError, match=r"int8 does not cover, such as '.*linear"):
+        load_model(source, "int8", "cpu", no_progress)

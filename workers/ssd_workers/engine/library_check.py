@@ -1,0 +1,136 @@
+"""Whether this engine computes what transformers computes, tried on the model at hand.
+
+Names of architectures and settings are not trusted: the model's own forward, with the library's
+own attention and experts and without any cache, is the reference. Against it stands the engine's:
+two sequences of different lengths in one packed step, one of them with rejected tokens behind it.
+Windows are made smaller than the sequences for the time of the check.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ssd_workers.engine.attention import ATTENTION_NAME
+from ssd_workers.engine.experts import is_experts
+from ssd_workers.engine.kv_cache import SequenceCache
+
+Forward = Callable[[list[tuple[SequenceCache, list[int]]]], torch.Tensor]
+"""Appends tokens to caches and returns the logits of all of them."""
+
+_LONG, _SHORT, _FIRST, _REJECTED = 12, 8, 6, 3
+_WINDOW = 4
+# Settings that say how many keys a query sees.
+_WINDOW_SETTING = re.compile(r"(^|_)window(_size)?$|^attention_chunk_size$")
+
+
+def difference(
+    model: PreTrainedModel,
+    forward: Forward,
+    new_cache: Callable[[], SequenceCache],
+    attempt: int = 0,
+) -> torch.Tensor:
+    """How far the engine's logits are from the library's, relative to their size, for each row.
+
+    Parameters:
+      model: whose forward ``forward`` is, with this engine's attention.
+      forward: one step of the engine.
+      new_cache: makes an empty cache.
+      attempt: another one tries other tokens.
+
+    Returns: ``[rows]``.
+    """
+    long, short = _tokens(model, attempt)
+    with _small_windows(model):
+        ours = _decoded(forward, new_cache, long, short)
+        reference = _reference(model, long, short).to(ours.device)
+    apart = torch.linalg.vector_norm(ours.float() - reference.float(), dim=1)
+    size = torch.linalg.vector_norm(reference.float(), dim=1)
+    return torch.nan_to_num(apart / size.clamp_min(1e-30), nan=torch.inf)
+
+
+def rows_are_alike(
+    model: PreTrainedModel, forward: Forward, new_cache: Callable[[], SequenceCache]
+) -> bool:
+    """Whether a row's logits have the same bits alone as beside others of two sequences."""
+    long, short = _tokens(model, 0)
+    cache, other = new_cache(), new_cache()
+    forward([(cache, long[:_FIRST])])
+    together = forward([(other, short), (cache, long[_FIRST:])])
+    cache.truncate(_FIRST)
+    alone = forward([(cache, long[_FIRST : _FIRST + 1])])
+    return torch.equal(alone[0], together[_SHORT])
+
+
+def _tokens(model: PreTrainedModel, attempt: int) -> tuple[list[int], list[int]]:
+    """Two prompts of ordinary tokens: what means something stands at the ends of vocabularies."""
+    vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(attempt)
+    low, high = min(3, vocab_size - 1), min(vocab_size, 1000)
+    tokens = torch.randint(low, high, (_LONG + _SHORT,), generator=generator).tolist()
+    return tokens[:_LONG], tokens[_LONG:]
+
+
+def _decoded(
+    forward: Forward, new_cache: Callable[[], SequenceCache], long: list[int], short: list[int]
+) -> torch.Tensor:
+    cache, other = new_cache(), new_cache()
+    first = forward([(cache, [*long[:_FIRST], *short[:_REJECTED]])])[:_FIRST]
+    cache.truncate(_FIRST)
+    both = forward([(other, short), (cache, long[_FIRST:])])
+    return torch.cat([first, both[_SHORT:], both[:_SHORT]])
+
+
+def _reference(model: PreTrainedModel, long: list[int], short: list[int]) -> torch.Tensor:
+    # Tokens behind the shorter one fill it up; what stands behind a token does not change it.
+    ids = torch.tensor([long, [*short, *long[_SHORT:]]], device=model.device)
+    with _of_the_library(model):
+        logits = model(input_ids=ids, use_cache=False).logits
+    return torch.cat([logits[0], logits[1, :_SHORT]])
+
+
+@contextmanager
+def _of_the_library(model: PreTrainedModel) -> Iterator[None]:
+    """Attention and experts as transformers computes them, inside the block.
+
+    Quantised experts stay: there is nothing else to compute them.
+    """
+    before = model.get_experts_implementation()
+    has_experts = any(is_experts(module) for module in model.modules())
+    model.set_attn_implementation("eager")
+    if has_experts:
+        model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+        if has_experts:
+            model.set_experts_implementation(before)
+
+
+@contextmanager
+def _small_windows(model: nn.Module) -> Iterator[None]:
+    """No window is wider than a few keys inside the block."""
+    owners: dict[int, Any] = {id(module): module for module in model.modules()}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            text = config.get_text_config(decoder=True)
+            owners.update({id(config): config, id(text): text})
+    changed = []
+    try:
+        for owner in owners.values():
+            for name, value in list(vars(owner).items()):
+                if _WINDOW_SETTING.search(name) and type(value) is int and value > _WINDOW:
+                    changed.append((owner, name, value))
+                    setattr(owner, name, _WINDOW)
+        yield
+    finally:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
