@@ -12,6 +12,8 @@ from tests.tiny import VOCAB_SIZE, make_tokenizer
 
 WINDOW = 16
 CONTEXT = 512
+OMITTED = object()
+"""In the place of a setting that an architecture does not take."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -57,7 +59,10 @@ _DENSE: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {**_TWO_WINDOWS, "query_pre_attn_scalar": 16},
     "phi": {"partial_rotary_factor": 0.5},
-    "phi3": {"sliding_window": WINDOW, "rope_parameters": LONGROPE},
+    "phi3": {
+        "sliding_window": WINDOW, "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": LONGROPE["original_max_position_embeddings"],
+    },
     "gpt2": _GPT,
     "gpt_neox": {"rotary_pct": 0.25},
 }  # fmt: skip
@@ -73,9 +78,6 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }  # fmt: skip
-
-# Its experts are not those of transformers' interface.
-_JETMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
 
 _FURTHER: dict[str, dict[str, Any]] = {}
 
@@ -98,7 +100,7 @@ _LATENT = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"state_size": 8}, _RECURRENT),
     "mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1}, _RECURRENT),
-    "rwkv": ({"attention_hidden_size": 64}, _RECURRENT),
+    "rwkv": ({"attention_hidden_size": 64}, "outside of the key-value cache, as recurrent"),
     "recurrent_gemma": ({"block_types": ["recurrent", "attention"]}, _RECURRENT),
     "jamba": (
         {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
@@ -120,7 +122,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         _RECURRENT,
     ),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, _RECURRENT),
-    "bart": ({"is_encoder_decoder": True}, "encoder-decoder"),
     "gpt_oss": (
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
         "attention sinks",
@@ -130,7 +131,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT},
         "computes attention itself",
     ),
-    "falcon": ({"alibi": True}, "computes attention itself"),
+    "falcon": ({"alibi": True, "head_dim": OMITTED}, "computes attention itself"),
+    "jetmoe": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
+        "away from those that transformers",
+    ),
+    "bert": ({}, "away from those that transformers"),
+    "gpt_neo": (
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4},
+        "computes attention itself",
+    ),
+    "xlstm": ({}, "'rnn_state', a state of another kind"),
+    "gemma3n_text": (
+        {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8,
+        },
+        "shared between layers",
+    ),
     "deepseek_v3": (_LATENT, "multi-head latent attention"),
     "llama4_text": (
         {"attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 128},
@@ -142,9 +161,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def config_of(arch: str, **overrides: Any) -> Any:
     """A configuration of the model type ``arch`` with two layers of width 64."""
-    known = {**_DENSE, **_MIXTURES, **_FURTHER, "jetmoe": _JETMOE}
+    known = {**_DENSE, **_MIXTURES, **_FURTHER}
     settings = known[arch] if arch in known else REFUSED[arch][0]
-    return AutoConfig.for_model(arch, **{**_COMMON, **settings, **overrides})
+    settings = {**_COMMON, **settings, **overrides}
+    return AutoConfig.for_model(arch, **{k: v for k, v in settings.items() if v is not OMITTED})
 
 
 def make_model(path: Path, arch: str, seed: int = 0, **overrides: Any) -> Path:

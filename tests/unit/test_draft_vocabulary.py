@@ -94,12 +94,12 @@ def test_tokens_that_only_the_draft_model_has_are_never_drafted(
 ) -> None:
     target_path = make_tiny_model(tmp_path / "target", vocab_size=448)
     draft_path = make_tiny_model(tmp_path / "draft", vocab_size=448)
-    change_tokenizer(draft_path, {"<|extra|>": 430})
+    change_tokenizer(draft_path, {"<|extra|>": 400})
     target, draft = load_pair(target_path, draft_path)
     known = set(target.tokenizer.get_vocab().values())
-    assert 430 in draft.tokenizer.get_vocab().values()
-    assert 430 not in known
-    favour(draft, 430)
+    assert 400 in draft.tokenizer.get_vocab().values()
+    assert 400 not in known
+    favour(draft, 400)
     drafts: list[int] = []
     drafting = drafter(target, draft)
     propose = drafting.propose
@@ -143,9 +143,9 @@ def test_a_token_between_those_that_the_target_has_is_never_drafted(tmp_path: Pa
 
 def test_tokens_that_only_the_target_has_end_the_drafts(tmp_path: Path) -> None:
     target_path = make_tiny_model(tmp_path / "target", vocab_size=448)
-    change_tokenizer(target_path, {"<|more|>": 440})
-    target, draft = load_pair(target_path, make_tiny_model(tmp_path / "draft", vocab_size=416))
-    plain, odd = Job([5, 6, 7, 8], 20), Job([5, 440, 7, 8], 20)
+    change_tokenizer(target_path, {"<|more|>": 400})
+    target, draft = load_pair(target_path, make_tiny_model(tmp_path / "draft"))
+    plain, odd = Job([5, 6, 7, 8], 20), Job([5, 400, 7, 8], 20)
     got = run_batch(target, [plain, odd], drafter(target, draft))
     for job, event in zip((plain, odd), got, strict=True):
         assert_same_tokens(target, job, run_batch(target, [job])[0], event)
@@ -164,8 +164,8 @@ def test_a_draft_model_that_lacks_a_tenth_of_the_tokens_is_refused(tmp_path: Pat
 def test_an_id_with_another_token_is_refused(tmp_path: Path) -> None:
     target = make_tiny_model(tmp_path / "target", vocab_size=448)
     draft = make_tiny_model(tmp_path / "draft", vocab_size=448)
-    change_tokenizer(target, {"<|ours|>": 430})
-    change_tokenizer(draft, {"<|theirs|>": 430})
+    change_tokenizer(target, {"<|ours|>": 400})
+    change_tokenizer(draft, {"<|theirs|>": 400})
     with pytest.raises(DraftModelMismatchError, match=r"1 of them differ, first at '<\|ours\|>'"):
         load_pair(target, draft)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,11 +138,23 @@ def test_int8_experts_are_made_once_and_read_again(
 
 
 @needs_int8
-def test_experts_of_another_make_are_refused_in_int8(
+def test_weights_of_another_make_are_refused_in_int8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They would be computed in float32, and be as large as ever."""
+    from transformers.models.llama import modeling_llama as llama
+
+    def mixed(self: Any, config: Any, init: Any = llama.LlamaMLP.__init__) -> None:
+        init(self, config)
+        self.mixing = torch.nn.Parameter(torch.randn(4, 64, 64) / 8)
+
+    def forward(self: Any, x: torch.Tensor, forward: Any = llama.LlamaMLP.forward) -> torch.Tensor:
+        return forward(self, x @ self.mixing[1])
+
+    monkeypatch.setattr(llama.LlamaMLP, "__init__", mixed)
+    monkeypatch.setattr(llama.LlamaMLP, "forward", forward)
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
-    source = resolve_model(str(make_model(tmp_path / "model", "jetmoe")))
-    assert load_model(source, "float32", "cpu", no_progress).runner.ranks
-    with pytest.raises(UnsupportedModelError, match=r"int8 does not cover, such as '.*linear"):
+    source = resolve_model(str(make_model(tmp_path / "model", "llama")))
+    load_model(source, "float32", "cpu", no_progress)
+    with pytest.raises(UnsupportedModelError, match=r"int8 does not cover, such as '.*mixing"):
         load_model(source, "int8", "cpu", no_progress)

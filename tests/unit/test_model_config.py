@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -48,19 +49,19 @@ def test_without_heads_there_is_nothing_to_roll_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "attended", "reason"),
+    ("writes", "reads", "reason"),
     [
-        ({0, 1, 2}, {0, 1, 2}, None),
-        (set(), set(), "outside of the key-value cache"),
-        ({0, 1}, {0, 1, 2}, "1 of its 3 layers attend to keys"),
-        ({0, 1, 2}, set(), "computes attention itself"),
-        ({0, 1}, {0, 1}, "only 2 of its 3 layers"),
+        ([0, 1, 2], [0, 1, 2], None),
+        ([], [], "outside of the key-value cache"),
+        ([0, 1, 2], [], "computes attention itself"),
+        ([0, 1, 2], [0, 1, 2, 2], "more than once for a token"),
+        ([0, 1], [0, 1], "only 2 of its 3 layers"),
     ],
 )
 def test_what_layers_used_tells_the_mechanism(
-    written: set[int], attended: set[int], reason: str | None
+    writes: list[int], reads: list[int], reason: str | None
 ) -> None:
-    found = refusal_of_layers(3, written, attended)
+    found = refusal_of_layers(3, Counter(writes), Counter(reads))
     assert (found is None) == (reason is None)
     if found and reason:
         assert reason in found

@@ -126,6 +126,8 @@ class PackedStep(KeysAndValuesOnly):
             end = span.start + span.rows
             keys[:, span.start : end] = key_states[0, :, row : row + span.rows]
             values[:, span.start : end] = value_states[0, :, row : row + span.rows]
+        # Some models hand nothing of their caller's to their attention but these.
+        key_states.ssd_step = self  # type: ignore[attr-defined]
         return key_states, value_states
 
     def attend(
@@ -283,9 +285,14 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention layers call under ``ATTENTION_NAME``."""
-    del key, value, attention_mask
+    del value, attention_mask
     if ssd_step is None:
-        raise RuntimeError("this attention runs only under ssd_workers' ModelRunner")
+        ssd_step = getattr(key, "ssd_step", None)
+    if ssd_step is None:
+        raise RuntimeError(
+            "this attention runs only under ssd_workers' ModelRunner, in models that hand it the "
+            "keys that the cache returned or the arguments of their own forward"
+        )
     refuse_what_is_not_computed(type(module).__name__, kwargs)
     if scaling is None:
         scaling = head_scale(query)

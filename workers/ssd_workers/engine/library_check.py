@@ -9,6 +9,7 @@ Windows are made smaller than the sequences for the time of the check.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ssd_workers.engine.attention import ATTENTION_NAME
+from ssd_workers.engine.attention import ATTENTION_NAME, PackedStep
 from ssd_workers.engine.experts import is_experts
 from ssd_workers.engine.kv_cache import SequenceCache
+from ssd_workers.engine.rollback import refuse_shared_keys
 
 Forward = Callable[[list[tuple[SequenceCache, list[int]]]], torch.Tensor]
 """Appends tokens to caches and returns the logits of all of them."""
@@ -28,6 +30,33 @@ _LONG, _SHORT, _FIRST, _REJECTED = 12, 8, 6, 3
 _WINDOW = 4
 # Settings that say how many keys a query sees.
 _WINDOW_SETTING = re.compile(r"(^|_)window(_size)?$|^attention_chunk_size$")
+
+
+class StepRecord(PackedStep):
+    """A step that counts how often each layer wrote keys and values and attended to them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.writes: Counter[int] = Counter()
+        self.reads: Counter[int] = Counter()
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the base class."""
+        self.writes[layer] += 1
+        return super().update(keys, values, layer, *args, **kwargs)
+
+    def attend(self, layer: int, query: torch.Tensor, **how: Any) -> torch.Tensor:
+        """As the base class.
+
+        Raises:
+          UnsupportedModelError: the layer did not write what it attends to.
+        """
+        if layer not in self.writes:
+            refuse_shared_keys(layer)
+        self.reads[layer] += 1
+        return super().attend(layer, query, **how)
 
 
 def difference(

@@ -10,7 +10,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ssd_integrations.errors import InvalidRequestError, ModelLoadError, SSDError
+from ssd_integrations.errors import (
+    InvalidRequestError,
+    ModelLoadError,
+    SSDError,
+    UnsupportedModelError,
+)
 from ssd_workers.engine import int8, int8_cache
 from ssd_workers.engine.attention import ATTENTION_NAME
 from ssd_workers.engine.config import AttnImplementation, DecodeStep, DType, EngineConfig
@@ -19,6 +24,7 @@ from ssd_workers.engine.fixed_runner import check_decode_step, make_runner
 from ssd_workers.engine.model_config import context_length, eos_token_ids, load_config
 from ssd_workers.engine.placement import DeviceMap, Placement, missing_package
 from ssd_workers.engine.quiet import no_foreign_bars
+from ssd_workers.engine.rollback import OWN_ATTENTION
 from ssd_workers.engine.runner import ModelRunner
 from ssd_workers.engine.vocabulary import check_same_tokenizer, load_tokenizer
 from ssd_workers.models.store import ModelSource, resolve_model
@@ -139,6 +145,11 @@ def load_model(
             remedy="Use a smaller dtype, quantization=, device_map='auto', or a smaller model.",
         ) from error
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        if error.args == (ATTENTION_NAME,):  # a class of attention for each name
+            raise UnsupportedModelError(
+                f"Model {source.name!r} ({config.model_type}) cannot be decoded by this engine: "
+                f"{OWN_ATTENTION}."
+            ) from error
         raise ModelLoadError(f"Model {source.name!r} cannot be loaded: {error}") from error
     progress("load model", 1, 1, "models")
     text_config = config.get_text_config(decoder=True)

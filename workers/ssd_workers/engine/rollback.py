@@ -6,6 +6,7 @@ kind would have to be copied at every step, so a model that keeps some is refuse
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
@@ -20,7 +21,7 @@ _RECURRENT = (
 _CHUNKED = "chunked local attention, whose chunks this engine does not compute"
 _SPARSE = "sparse attention over keys that an index chooses or compresses, which is not computed"
 
-_OWN_ATTENTION = (
+OWN_ATTENTION = (
     "it computes attention itself, as models with position biases (ALiBi) do, instead of through "
     "transformers' attention interface"
 )
@@ -87,31 +88,41 @@ def refuse_what_is_not_computed(model_part: str, arguments: dict[str, Any]) -> N
 
 def refusal_of_error(model: PreTrainedModel, error: Exception) -> str:
     """Why a model cannot be decoded whose first forward ended with ``error``."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, KeysAndValuesOnly):
+        return (
+            f"it asks its cache for {error.name!r}, a state of another kind than keys and values, "
+            "which cannot be rolled back."
+        )
     if not model._can_set_attn_implementation():
-        return f"{_OWN_ATTENTION} ({error})."
+        return f"{OWN_ATTENTION} ({error})."
     return f"its forward fails with this engine's cache and attention: {error}."
 
 
-def refusal_of_layers(num_layers: int, written: set[int], attended: set[int]) -> str | None:
-    """Why a model that used the cache and the attention of these layers cannot be decoded."""
-    expected = set(range(num_layers))
-    if written == expected == attended:
+def refusal_of_layers(num_layers: int, writes: Counter[int], reads: Counter[int]) -> str | None:
+    """Why a model cannot be decoded, by how often each layer wrote and read keys in a forward."""
+    once = Counter(range(num_layers))
+    if writes == reads == once:
         return None
-    if not written and not attended:
+    if not writes and not reads:
         return (
-            "it keeps its state outside of the key-value cache, as recurrent models do, so "
-            "rejected tokens cannot be taken out again."
+            "it keeps its state outside of the key-value cache, as recurrent models do, or has "
+            "none, so rejected tokens cannot be taken out again."
         )
-    if attended - written:
-        return (
-            f"{len(attended - written)} of its {num_layers} layers attend to keys and values that "
-            "they did not write (shared between layers)."
-        )
-    if written - attended:
-        return f"{_OWN_ATTENTION} ({len(written - attended)} of {num_layers} layers)."
+    if max((writes | reads).values()) > 1:
+        return "some of its layers are run more than once for a token (loops)."
+    if len(reads) < len(writes):
+        return f"{OWN_ATTENTION} ({len(writes) - len(reads)} of {num_layers} layers)."
     return (
-        f"only {len(attended)} of its {num_layers} layers use the key-value cache and the "
-        "attention that can be rolled back; the others keep a state of another kind."
+        f"only {len(reads)} of its {num_layers} layers use the key-value cache and the attention "
+        "that can be rolled back; the others keep a state of another kind."
+    )
+
+
+def refuse_shared_keys(layer: int) -> NoReturn:
+    """Refuse a model whose ``layer`` attends to keys that it did not write."""
+    raise UnsupportedModelError(
+        f"its layer {layer} attends to keys and values of another one (shared between layers), "
+        "which this engine's cache does not hold."
     )
 
 

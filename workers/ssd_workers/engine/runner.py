@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fusion import Recorder, fuse_layers
 from ssd_workers.engine.int8 import Int8Linear, Int8Slice
 from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span, round_up
-from ssd_workers.engine.library_check import difference, rows_are_alike
+from ssd_workers.engine.library_check import StepRecord, difference, rows_are_alike
 from ssd_workers.engine.rollback import refusal_of_error, refusal_of_layers
 from ssd_workers.engine.row_exact_functions import RankingWatch, RowExactFunctions
 from ssd_workers.engine.step_cost import StepCost
@@ -26,6 +27,8 @@ from ssd_workers.engine.step_cost import StepCost
 # rounding only. Elsewhere rounding is coarser, and a router may choose another expert for a row.
 _FLOAT32_TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.15
+
+AnyStep = TypeVar("AnyStep", bound=PackedStep)
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,11 @@ class ModelRunner:
         return logits
 
     def _forward(
-        self, blocks: Sequence[RowBlock], shift: int = 0
-    ) -> tuple[PackedStep, torch.Tensor]:
+        self,
+        blocks: Sequence[RowBlock],
+        shift: int = 0,
+        make_step: Callable[..., AnyStep] = PackedStep,
+    ) -> tuple[AnyStep, torch.Tensor]:
         """``shift`` is added to the positions that the model is told, not to those in the cache."""
         ids: list[int] = []
         positions: list[int] = []
@@ -137,7 +143,7 @@ class ModelRunner:
             ids.extend(block.token_ids)
             positions.extend(range(start + shift, start + shift + rows))
             kept.extend(range(len(ids) - block.keep, len(ids)))
-        step = PackedStep(spans, grouping=self.grouping, implementation=self._attention)
+        step = make_step(spans, grouping=self.grouping, implementation=self._attention)
         with RowExactFunctions() if self._is_row_exact else nullcontext():
             output = self.model(
                 input_ids=torch.tensor([ids], device=self.device),
@@ -191,7 +197,9 @@ class ModelRunner:
         watch = RankingWatch()
         try:
             with watch:
-                step, _ = self._forward([RowBlock(self.new_cache(), [1, 2, 3], 1)])
+                step, _ = self._forward(
+                    [RowBlock(self.new_cache(), [1, 2, 3], 1)], make_step=StepRecord
+                )
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"{refusal} {error.message}", remedy=error.remedy
@@ -200,9 +208,10 @@ class ModelRunner:
             TypeError, AttributeError, ValueError, LookupError, RuntimeError, NotImplementedError,
         ) as error:  # fmt: skip
             raise UnsupportedModelError(
-                f"{refusal} {refusal_of_error(self.model, error)}"
+                f"{refusal} {refusal_of_error(self.model, error)}",
+                remedy="Use --dtype float32." if self.is_int8 else None,
             ) from error
-        reason = refusal_of_layers(self.num_layers, step.written_layers, set(step.attended))
+        reason = refusal_of_layers(self.num_layers, step.writes, step.reads)
         if reason is not None:
             raise UnsupportedModelError(f"{refusal} {reason}")
         self.ranks = watch.ranks
