@@ -8,7 +8,7 @@ added up in the order in which the router named them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def expert_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, weight.transpose(1, 2) if module.is_transposed else weight
 
 
-def put_quantised(module: Any, weights: dict[str, Sequence[Int8Linear]]) -> None:
+def put_quantised(module: Any, weights: Mapping[str, Sequence[Int8Linear]]) -> None:
     """Replace the float weights of a module of experts; ``weights`` as in :func:`expert_weights`.
 
     The quantised products take the biases with them.
@@ -82,9 +82,9 @@ def _experts(
     Returns: ``[rows, hidden]``.
     """
     apart = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[-1])
-    for expert in top_k_index.unique().tolist():
-        row, place = torch.where(top_k_index == expert)
-        apart[row, place] = _one_expert(module, expert, hidden_states[row])
+    for expert in sorted(set(top_k_index.flatten().tolist())):
+        row, slot = torch.where(top_k_index == expert)
+        apart[row, slot] = _one_expert(module, expert, hidden_states[row])
     weights = top_k_weights[..., None].to(apart.dtype)
     # One after the other: a sum over a dimension may be cut up differently for other shapes.
     total = apart[:, 0] * weights[:, 0]
@@ -97,7 +97,8 @@ def _one_expert(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
     hidden = _product(module, _up_name(module), expert, rows)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     out = _product(module, "down_proj", expert, hidden)
-    return module.post_expert_norm(out) if module.has_post_expert_norm else out
+    normalised: torch.Tensor = module.post_expert_norm(out) if module.has_post_expert_norm else out
+    return normalised
 
 
 def _product(module: Any, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:

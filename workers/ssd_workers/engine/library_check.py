@@ -41,11 +41,16 @@ class StepRecord(PackedStep):
         self.reads: Counter[int] = Counter()
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the base class."""
-        self.writes[layer] += 1
-        return super().update(keys, values, layer, *args, **kwargs)
+        self.writes[layer_idx] += 1
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def attend(self, layer: int, query: torch.Tensor, **how: Any) -> torch.Tensor:
         """As the base class.

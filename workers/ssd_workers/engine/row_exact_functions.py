@@ -60,7 +60,7 @@ def row_exact_linear(
     rows = x.reshape(-1, x.shape[-1])
     least, most = _alike(weight)
     parts = []
-    for part in rows.split(most):
+    for part in torch.split(rows, most):
         padded = functional.pad(part, (0, 0, 0, max(0, least - len(part))))
         parts.append(_linear(padded, weight, bias)[: len(part)])
     return torch.cat(parts).view(*x.shape[:-1], weight.shape[0])
@@ -87,7 +87,7 @@ def _try_row_counts(weight: torch.Tensor) -> tuple[int, int]:
 
     if all(same(first, count) for count in _TRIED for first in (0, _MOST_ROWS - count - 5)):
         return _MIN_ROWS, _MOST_ROWS
-    whole = torch.cat([_linear(part, weight) for part in rows.split(_MIN_ROWS)])
+    whole = torch.cat([_linear(part, weight) for part in torch.split(rows, _MIN_ROWS)])
     if all(same(first, _MIN_ROWS) for first in (1, 2, 5, 7, 11, 15, 24)):
         return _MIN_ROWS, _MIN_ROWS
     return 1, 1

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -27,8 +26,6 @@ from ssd_workers.engine.step_cost import StepCost
 # rounding only. Elsewhere rounding is coarser, and a router may choose another expert for a row.
 _FLOAT32_TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.15
-
-AnyStep = TypeVar("AnyStep", bound=PackedStep)
 
 
 @dataclass(frozen=True)
@@ -130,8 +127,8 @@ class ModelRunner:
         self,
         blocks: Sequence[RowBlock],
         shift: int = 0,
-        make_step: Callable[..., AnyStep] = PackedStep,
-    ) -> tuple[AnyStep, torch.Tensor]:
+        step_type: type[PackedStep] = PackedStep,
+    ) -> tuple[PackedStep, torch.Tensor]:
         """``shift`` is added to the positions that the model is told, not to those in the cache."""
         ids: list[int] = []
         positions: list[int] = []
@@ -143,7 +140,7 @@ class ModelRunner:
             ids.extend(block.token_ids)
             positions.extend(range(start + shift, start + shift + rows))
             kept.extend(range(len(ids) - block.keep, len(ids)))
-        step = make_step(spans, grouping=self.grouping, implementation=self._attention)
+        step = step_type(spans, grouping=self.grouping, implementation=self._attention)
         with RowExactFunctions() if self._is_row_exact else nullcontext():
             output = self.model(
                 input_ids=torch.tensor([ids], device=self.device),
@@ -198,7 +195,7 @@ class ModelRunner:
         try:
             with watch:
                 step, _ = self._forward(
-                    [RowBlock(self.new_cache(), [1, 2, 3], 1)], make_step=StepRecord
+                    [RowBlock(self.new_cache(), [1, 2, 3], 1)], step_type=StepRecord
                 )
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
@@ -211,6 +208,7 @@ class ModelRunner:
                 f"{refusal} {refusal_of_error(self.model, error)}",
                 remedy="Use --dtype float32." if self.is_int8 else None,
             ) from error
+        assert isinstance(step, StepRecord)
         reason = refusal_of_layers(self.num_layers, step.writes, step.reads)
         if reason is not None:
             raise UnsupportedModelError(f"{refusal} {reason}")
