@@ -97,14 +97,17 @@ def _one_expert(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
     hidden = _product(module, _up_name(module), expert, rows)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     out = _product(module, "down_proj", expert, hidden)
-    normalised: torch.Tensor = module.post_expert_norm(out) if module.has_post_expert_norm else out
+    if not module.has_post_expert_norm:
+        return out
+    normalised: torch.Tensor = module.post_expert_norm(out)
     return normalised
 
 
 def _product(module: Any, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
     quantised: QuantisedExperts | None = getattr(module, _QUANTISED, None)
     if quantised is not None:
-        return (quantised.down if name == "down_proj" else quantised.up)[expert](rows)
+        linear = (quantised.down if name == "down_proj" else quantised.up)[expert]
+        return linear.forward(rows)
     weight = getattr(module, name)[expert]
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     return row_exact_linear(rows, weight.T if module.is_transposed else weight, bias)

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from ssd_workers.engine.rollback import refuse_shared_keys
 Forward = Callable[[list[tuple[SequenceCache, list[int]]]], torch.Tensor]
 """Appends tokens to caches and returns the logits of all of them."""
 
-_LONG, _SHORT, _FIRST, _REJECTED = 12, 8, 6, 3
+# Tokens of both sequences, of the longer one's first step, and rejected ones behind them.
+_LONG, _SHORT, _FIRST, _REJECTED = 10, 6, 5, 2
 _WINDOW = 4
 # Settings that say how many keys a query sees.
 _WINDOW_SETTING = re.compile(r"(^|_)window(_size)?$|^attention_chunk_size$")
@@ -64,42 +66,49 @@ class StepRecord(PackedStep):
         return super().attend(layer, query, **how)
 
 
-def difference(
+@dataclass(frozen=True)
+class Comparison:
+    """What a check found.
+
+    ``difference``: how far the engine's logits are from the library's, relative to their size,
+    for each row. ``rows_are_alike``: whether a row has the same bits alone as beside others.
+    """
+
+    difference: torch.Tensor
+    rows_are_alike: bool
+
+
+def compare(
     model: PreTrainedModel,
     forward: Forward,
     new_cache: Callable[[], SequenceCache],
     attempt: int = 0,
-) -> torch.Tensor:
-    """How far the engine's logits are from the library's, relative to their size, for each row.
+) -> Comparison:
+    """Compare the engine with the library, and a row alone with the same row beside others.
 
     Parameters:
       model: whose forward ``forward`` is, with this engine's attention.
       forward: one step of the engine.
       new_cache: makes an empty cache.
       attempt: another one tries other tokens.
-
-    Returns: ``[rows]``.
     """
     long, short = _tokens(model, attempt)
-    with _small_windows(model):
-        ours = _decoded(forward, new_cache, long, short)
-        reference = _reference(model, long, short).to(ours.device)
-    apart = torch.linalg.vector_norm(ours.float() - reference.float(), dim=1)
-    size = torch.linalg.vector_norm(reference.float(), dim=1)
-    return torch.nan_to_num(apart / size.clamp_min(1e-30), nan=torch.inf)
-
-
-def rows_are_alike(
-    model: PreTrainedModel, forward: Forward, new_cache: Callable[[], SequenceCache]
-) -> bool:
-    """Whether a row's logits have the same bits alone as beside others of two sequences."""
-    long, short = _tokens(model, 0)
     cache, other = new_cache(), new_cache()
-    forward([(cache, long[:_FIRST])])
-    together = forward([(other, short), (cache, long[_FIRST:])])
-    cache.truncate(_FIRST)
-    alone = forward([(cache, long[_FIRST : _FIRST + 1])])
-    return torch.equal(alone[0], together[_SHORT])
+    with _small_windows(model):
+        first = forward([(cache, [*long[:_FIRST], *short[:_REJECTED]])])[:_FIRST]
+        cache.truncate(_FIRST)
+        both = forward([(other, short), (cache, long[_FIRST:])])
+        cache.truncate(_FIRST)
+        alone = forward([(cache, long[_FIRST : _FIRST + 1])])
+        reference = _reference(model, long, short)
+    ours = torch.cat([first, both[_SHORT:], both[:_SHORT]]).float()
+    reference = reference.to(ours.device, torch.float32)
+    apart = torch.linalg.vector_norm(ours - reference, dim=1)
+    size = torch.linalg.vector_norm(reference, dim=1)
+    return Comparison(
+        torch.nan_to_num(apart / size.clamp_min(1e-30), nan=torch.inf),
+        torch.equal(alone[0], both[_SHORT]),
+    )
 
 
 def _tokens(model: PreTrainedModel, attempt: int) -> tuple[list[int], list[int]]:
@@ -109,16 +118,6 @@ def _tokens(model: PreTrainedModel, attempt: int) -> tuple[list[int], list[int]]
     low, high = min(3, vocab_size - 1), min(vocab_size, 1000)
     tokens = torch.randint(low, high, (_LONG + _SHORT,), generator=generator).tolist()
     return tokens[:_LONG], tokens[_LONG:]
-
-
-def _decoded(
-    forward: Forward, new_cache: Callable[[], SequenceCache], long: list[int], short: list[int]
-) -> torch.Tensor:
-    cache, other = new_cache(), new_cache()
-    first = forward([(cache, [*long[:_FIRST], *short[:_REJECTED]])])[:_FIRST]
-    cache.truncate(_FIRST)
-    both = forward([(other, short), (cache, long[_FIRST:])])
-    return torch.cat([first, both[_SHORT:], both[:_SHORT]])
 
 
 def _reference(model: PreTrainedModel, long: list[int], short: list[int]) -> torch.Tensor:

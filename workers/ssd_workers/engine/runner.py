@@ -17,7 +17,7 @@ from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fusion import Recorder, fuse_layers
 from ssd_workers.engine.int8 import Int8Linear, Int8Slice
 from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span, round_up
-from ssd_workers.engine.library_check import StepRecord, difference, rows_are_alike
+from ssd_workers.engine.library_check import StepRecord, compare
 from ssd_workers.engine.rollback import refusal_of_error, refusal_of_layers
 from ssd_workers.engine.row_exact_functions import RankingWatch, RowExactFunctions
 from ssd_workers.engine.step_cost import StepCost
@@ -240,17 +240,17 @@ class ModelRunner:
         sharp = self.model.dtype == torch.float32 and not self.is_int8
         # A near tie between experts may be decided otherwise in one text, hardly in three.
         for attempt in range(3 if self.ranks else 1):
-            apart = difference(self.model, forward, self.new_cache, attempt)
-            worst = float(apart.max() if sharp else apart.median())
-            if worst <= (_FLOAT32_TOLERANCE if sharp else _COARSE_TOLERANCE):
+            found = compare(self.model, forward, self.new_cache, attempt)
+            apart = float(found.difference.max() if sharp else found.difference.median())
+            if apart <= (_FLOAT32_TOLERANCE if sharp else _COARSE_TOLERANCE):
                 break
         else:
             raise UnsupportedModelError(
-                f"{self._refusal(name)} its logits are {worst:.1%} away from those that "
+                f"{self._refusal(name)} its logits are {apart:.1%} away from those that "
                 "transformers computes with its own attention, so it needs something that this "
                 "engine does not compute."
             )
-        if self._is_row_exact and not rows_are_alike(self.model, forward, self.new_cache):
+        if self._is_row_exact and not found.rows_are_alike:
             raise UnsupportedModelError(
                 f"{self._refusal(name)} what it computes for a token depends on the tokens "
                 "computed beside it, so speculation could change its text.",
