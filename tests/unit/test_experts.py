@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
@@ -17,8 +19,9 @@ from ssd_workers.engine.experts import EXPERTS_NAME, is_experts
 from ssd_workers.engine.int8 import cpu_is_exact
 from ssd_workers.engine.loading import load_model
 from ssd_workers.engine.row_exact_functions import (
-    RankingWatch,
+    FunctionWatch,
     RowExactFunctions,
+    make_functions_exact,
     row_exact_linear,
 )
 from ssd_workers.models.store import resolve_model
@@ -65,21 +68,51 @@ def test_functions_inside_are_row_exact() -> None:
     torch.testing.assert_close(whole, router(x), atol=1e-5, rtol=1e-5)
 
 
-def test_choosing_by_rank_is_noticed() -> None:
-    x = torch.randn(3, 4)
-    for ranking in (
-        lambda: x.topk(2),
-        lambda: torch.topk(x, 2),
-        lambda: x.max(dim=-1),
-        lambda: x.argmax(-1),
-    ):
-        with RankingWatch() as watch:
-            ranking()
-        assert watch.ranks
-    with RankingWatch() as watch:
-        x.max()
-        x.softmax(-1)
-    assert not watch.ranks
+class Gate(nn.Module):
+    """A module with a product and a sigmoid of its own."""
+
+    def __init__(self, ranking: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 60, generator=torch.Generator().manual_seed(1)))
+        self.norm = nn.LayerNorm(60)
+        self.ranking = ranking
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = functional.linear(self.norm(x), self.weight)
+        self.ranking(scores)
+        return scores.sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("ranking", "ranks"),
+    [
+        (lambda x: x.topk(2), True),
+        (lambda x: torch.topk(x, 2), True),
+        (lambda x: x.max(dim=-1), True),
+        (lambda x: x.argmax(-1), True),
+        (lambda x: x.max(), False),
+        (lambda x: x.softmax(-1), False),
+    ],
+)
+def test_functions_of_modules_are_noticed_and_replaced(
+    ranking: Callable[[torch.Tensor], object], ranks: bool
+) -> None:
+    gate = Gate(ranking)
+    model = nn.Sequential(nn.Softmax(-1), gate)
+    x = torch.randn(100, 60, generator=torch.Generator().manual_seed(0))
+    with FunctionWatch(model) as watch:
+        plain = model(x)
+    assert watch.callers == {gate}
+    assert watch.ranks == ranks
+    make_functions_exact(watch.callers)
+    whole = model(x)
+    torch.testing.assert_close(whole, plain)
+    for count in (1, 2, 9, 31, 77):
+        assert torch.equal(model(x[:count]), whole[:count])
+    # Nothing is left behind where a module fails.
+    with pytest.raises(RuntimeError):
+        model(x[:, :5])
+    assert not torch.overrides._get_current_function_mode_stack()
 
 
 @pytest.mark.parametrize("arch", MIXTURES)

@@ -61,6 +61,11 @@ def make_activations_exact(model: nn.Module) -> None:
         setattr(parent, name, RowExactActivation(child))
 
 
+def activations(model: nn.Module) -> set[nn.Module]:
+    """The activation functions of ``model`` that are wrapped."""
+    return {module.inner for module in model.modules() if isinstance(module, RowExactActivation)}
+
+
 def _shares_are_whole(count: int) -> bool:
     """Whether every thread gets a multiple of ``_VECTOR`` of ``count`` values."""
     if count <= _ALONE:

@@ -1,17 +1,19 @@
 """Functions that a model calls on its own, made row-exact while it runs on a CPU.
 
 Most of a model is modules, which can be replaced. What it calls as a function cannot: the product
-of a router that is no linear layer, the sigmoid of a gate. :class:`RowExactFunctions` puts
-row-exact results in their place, for whatever model. Which products are row-exact is a property
-of the library and the processor, so it is looked at for each shape of weight.
+of a router that is no linear layer, the sigmoid of a gate. :class:`FunctionWatch` finds the modules
+that do so, and :class:`RowExactFunctions` puts row-exact results in the place of theirs, for
+whatever model. Which products are row-exact is a property of the library and the processor, so it
+is looked at for each shape of weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -113,23 +115,40 @@ def _is_product_with_weight(*args: Any) -> bool:
 _PRODUCTS = {
     torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__,
 }  # fmt: skip
+# Those that are computed in another way at the end of a vector; others, such as tanh, are not.
 _ELEMENTWISE = {
-    torch.sigmoid, torch.Tensor.sigmoid, torch.tanh, torch.Tensor.tanh, torch.exp,
-    torch.Tensor.exp, functional.silu, functional.gelu, functional.softplus, functional.mish,
-    functional.elu, functional.logsigmoid,
+    torch.sigmoid, torch.Tensor.sigmoid, functional.silu, functional.gelu, functional.softplus,
+    functional.mish, functional.elu,
 }  # fmt: skip
 
 
-class RankingWatch(TorchFunctionMode):
-    """Notices whether what runs inside chooses by rank, as routers of experts do.
+class FunctionWatch(TorchFunctionMode):
+    """Notices what the modules of ``model`` call as functions while it runs inside.
 
-    ``ranks``: such a model is not continuous. Where two experts are nearly tied, an error in the
-    last bit of a score chooses the other one, and the logits differ by far more than a last bit.
+    ``callers``: modules whose own code calls one that :class:`RowExactFunctions` replaces.
+    ``ranks``: whether the model chooses by rank, as routers of experts do. Such a model is not
+    continuous: where two experts are nearly tied, an error in the last bit of a score chooses the
+    other one, and the logits differ by far more than a last bit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.ranks = False
+        self.callers: set[nn.Module] = set()
+        self._inside: list[nn.Module] = []
+        self._hooks = [
+            hook
+            for module in model.modules()
+            for hook in (
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave),
+            )
+        ]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
 
     def __torch_function__(
         self,
@@ -141,7 +160,38 @@ class RankingWatch(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         self.ranks |= func in _RANKING or (func in _MAXIMA and (len(args) > 1 or "dim" in kwargs))
+        if func in _REPLACED and self._inside:
+            self.callers.add(self._inside[-1])
         return func(*args, **kwargs)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        del args
+        self._inside.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self._inside.pop()
+
+
+def make_functions_exact(modules: Iterable[nn.Module]) -> None:
+    """Let what ``modules`` call as functions be row-exact from now on.
+
+    Only while they run: inside :class:`RowExactFunctions` every access to a tensor takes longer.
+    """
+    modes: list[RowExactFunctions] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        del module, args
+        modes.append(RowExactFunctions())
+        modes[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    for module in modules:
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
 
 
 _RANKING = {
@@ -149,3 +199,4 @@ _RANKING = {
     torch.Tensor.argsort, torch.argmax, torch.Tensor.argmax,
 }  # fmt: skip
 _MAXIMA = {torch.max, torch.Tensor.max}
+_REPLACED = {functional.linear, *_PRODUCTS, *_ELEMENTWISE}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,8 @@ from ssd_workers.engine.int8 import Int8Linear, Int8Slice
 from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span, round_up
 from ssd_workers.engine.library_check import StepRecord, compare
 from ssd_workers.engine.rollback import refusal_of_error, refusal_of_layers
-from ssd_workers.engine.row_exact_functions import RankingWatch, RowExactFunctions
+from ssd_workers.engine.row_exact import activations
+from ssd_workers.engine.row_exact_functions import FunctionWatch, make_functions_exact
 from ssd_workers.engine.step_cost import StepCost
 
 # How far logits may be from the library's, relative to their size. In float32 both differ by
@@ -141,16 +141,15 @@ class ModelRunner:
             positions.extend(range(start + shift, start + shift + rows))
             kept.extend(range(len(ids) - block.keep, len(ids)))
         step = step_type(spans, grouping=self.grouping, implementation=self._attention)
-        with RowExactFunctions() if self._is_row_exact else nullcontext():
-            output = self.model(
-                input_ids=torch.tensor([ids], device=self.device),
-                position_ids=torch.tensor([positions], device=self.device),
-                cache=step,
-                use_cache=True,
-                # A model must compute at least one row of logits.
-                logits_to_keep=torch.tensor(kept or [len(ids) - 1], device=self.device),
-                ssd_step=step,
-            )
+        output = self.model(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            cache=step,
+            use_cache=True,
+            # A model must compute at least one row of logits.
+            logits_to_keep=torch.tensor(kept or [len(ids) - 1], device=self.device),
+            ssd_step=step,
+        )
         return step, output.logits[0, : len(kept)]
 
     @property
@@ -191,7 +190,7 @@ class ModelRunner:
             its attention is not computed here.
         """
         refusal = self._refusal(name)
-        watch = RankingWatch()
+        watch = FunctionWatch(self.model)
         try:
             with watch:
                 step, _ = self._forward(
@@ -213,6 +212,8 @@ class ModelRunner:
         if reason is not None:
             raise UnsupportedModelError(f"{refusal} {reason}")
         self.ranks = watch.ranks
+        if self._is_row_exact:
+            make_functions_exact(watch.callers - activations(self.model))
         cache = step.spans[0].cache
         layers = [cache.read(layer, 0, 1) for layer in range(self.num_layers)]
         self.bytes_per_token = sum(keys.nbytes + values.nbytes for keys, values in layers)
