@@ -79,7 +79,65 @@ _MIXTURES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_FURTHER: dict[str, dict[str, Any]] = {}
+# What the settings of experts are called differs; each takes those that it knows.
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "n_shared_experts": 1, "num_shared_experts": 1,
+    "moe_num_shared_experts": 1, "moe_layer_start_index": 0, "first_k_dense_replace": 0,
+    "n_group": 1, "topk_group": 1, "num_expert_groups": 1,
+}  # fmt: skip
+
+_FURTHER: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "biogpt": {},
+    "bitnet": {},
+    "codegen": {**_GPT, "rotary_dim": 8},
+    "cohere": {},
+    "cohere2": _TWO_WINDOWS,
+    "ernie4_5": {},
+    "exaone4": _TWO_WINDOWS,
+    "gemma": {},
+    "gemma4_text": {
+        **_TWO_WINDOWS, "num_kv_shared_layers": 0, "global_head_dim": 32,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8,
+    },
+    "glm": {},
+    "glm4": {},
+    "gpt_bigcode": _GPT,
+    "gptj": {**_GPT, "rotary_dim": 8},
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "ministral": _TWO_WINDOWS,
+    "ministral3": {},
+    "nanochat": {},
+    "nemotron": {},
+    "olmo": {"clip_qkv": 4.0},
+    "olmo2": {},
+    "olmo3": _TWO_WINDOWS,
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "persimmon": {},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
+    "starcoder2": _ONE_WINDOW,
+    "vaultgemma": {**_TWO_WINDOWS, "query_pre_attn_scalar": 16},
+    "afmoe": {**_EXPERTS, **_TWO_WINDOWS, "num_dense_layers": 1},
+    "cohere2_moe": {**_EXPERTS, **_TWO_WINDOWS},
+    "dots1": {**_EXPERTS, **_TWO_WINDOWS},
+    "ernie4_5_moe": _EXPERTS,
+    "exaone_moe": {**_EXPERTS, **_TWO_WINDOWS},
+    "flex_olmo": _EXPERTS,
+    "glm4_moe": _EXPERTS,
+    "granitemoe": _EXPERTS,
+    "granitemoeshared": {**_EXPERTS, "shared_intermediate_size": 32},
+    "minimax_m2": {**_EXPERTS, "rotary_dim": 8},
+    "olmoe": _EXPERTS,
+    "phimoe": _EXPERTS,
+    "solar_open": _EXPERTS,
+}  # fmt: skip
 
 MIXTURES = tuple(_MIXTURES)
 DECODED = (*_DENSE, *MIXTURES)
