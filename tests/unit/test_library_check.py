@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.moe import ExpertsInterface
 
 from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine import library_check
 from ssd_workers.engine.attention import ATTENTION_NAME, PackedStep
-from ssd_workers.engine.experts import EXPERTS_NAME
+from ssd_workers.engine.experts import EXPERTS_NAME, is_experts
 from ssd_workers.engine.int8 import cpu_is_exact
 from ssd_workers.engine.loading import LoadedModel, load_model
 from ssd_workers.engine.runner import ModelRunner
 from ssd_workers.models.store import resolve_model
 from ssd_workers.progress import no_progress
-from tests.architectures import REFUSED, WINDOW, make_model
+from tests.architectures import MIXTURES, REFUSED, WINDOW, make_model
 
 
 def load(path: Path, dtype: str = "float32") -> LoadedModel:
@@ -43,7 +44,7 @@ def test_refused_with_the_mechanism(arch: str, tmp_path: Path) -> None:
         ("mixtral", {"scaling": 0.2}),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_attention_that_leaves_something_out_is_noticed(
     arch: str,
     wrong: dict[str, Any],
@@ -118,6 +119,74 @@ def test_a_near_tie_between_experts_is_tried_again(
     monkeypatch.setattr("ssd_workers.engine.runner.compare", tied)
     load(path)
     assert tries == [0, 1, 2]
+
+
+def test_small_differences_are_seen_through_coarse_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding to 16 bits moves logits further than this, and is kept out."""
+    path = make_model(tmp_path, "llama")
+    attend = PackedStep.attend
+
+    def scaled(step: PackedStep, layer: int, query: torch.Tensor, **how: Any) -> torch.Tensor:
+        return attend(step, layer, query, **{**how, "scaling": how["scaling"] * 1.005})
+
+    monkeypatch.setattr(PackedStep, "attend", scaled)
+    with pytest.raises(UnsupportedModelError, match="away from those that transformers"):
+        load(path, "bfloat16")
+
+
+@pytest.mark.parametrize("arch", ["llama", "mixtral", "gpt2"])
+def test_weights_are_widened_for_the_check_alone(arch: str, tmp_path: Path) -> None:
+    model = load(make_model(tmp_path, arch), "bfloat16").runner.model
+    before = dict(model.named_parameters())
+    tokens = torch.arange(5, 15)[None]
+    with library_check.in_float32(model), library_check._of_the_library(model):
+        assert model(tokens).logits.dtype == torch.float32
+        with pytest.raises((IndexError, RuntimeError)):
+            model(tokens + 10_000)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert {p.dtype for p in after.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_failure_in_the_middle_of_the_check_is_a_refusal(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama as llama
+
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
+    forward = llama.LlamaMLP.forward
+
+    def short(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 8:
+            raise ValueError("no more than 8 rows")
+        return forward(self, x)
+
+    monkeypatch.setattr(llama.LlamaMLP, "forward", short)
+    with pytest.raises(UnsupportedModelError, match="no more than 8 rows"):
+        load(make_model(tmp_path / "model", "llama"), dtype)
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_experts_of_the_library_are_noticed(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its sorted products are not row-exact, which is everywhere that we know of."""
+    library = ExpertsInterface._global_mapping["grouped_mm"]
+    path = make_model(tmp_path, arch)
+    experts = next(m for m in load(path).runner.model.modules() if is_experts(m))
+    x, index = torch.randn(20, 64), torch.arange(20)[:, None] % 4
+    with torch.inference_mode():
+        together = library(experts, x, index, torch.ones(20, 1))
+        alone = library(experts, x[:1], index[:1], torch.ones(1, 1))
+    if torch.equal(alone, together[:1]):
+        pytest.skip("row-exact on this machine")
+    monkeypatch.setitem(ExpertsInterface._global_mapping, EXPERTS_NAME, library)
+    with pytest.raises(UnsupportedModelError, match="depends on the tokens computed beside it"):
+        load(path)
 
 
 @pytest.mark.parametrize("arch", ["mistral", "gemma2", "phi3", "mixtral"])
