@@ -261,7 +261,9 @@ class ModelRunner:
                 "transformers computes with its own attention, so it needs something that this "
                 "engine does not compute."
             )
-        if self._is_row_exact and not found.rows_are_alike:
+        # Torch's own attention promises no bits, and was asked for.
+        promised = self._is_row_exact and self._attention == "packed"
+        if promised and not found.rows_are_alike:
             raise UnsupportedModelError(
                 f"{self._refusal(name)} what it computes for a token depends on the tokens "
                 "computed beside it, so speculation could change its text.",
