@@ -201,10 +201,14 @@ def test_int8_is_close_to_float(case: Case) -> None:
 
 
 @pytest.mark.parametrize("arch", MIXTURES)
-def test_rows_of_mixtures_are_exact_in_float(
-    arch: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    check_rows(Case(arch, tmp_path_factory.mktemp(arch)), "float32")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_of_mixtures_are_exact_in_float(arch: str, threads: int, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_rows(Case(arch, tmp_path), "float32")
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.slow
