@@ -132,9 +132,9 @@ def test_a_layer_that_computes_distant_positions_otherwise_is_left_alone(
 
     def scaled(q, k, cos, sin, **kwargs):  # type: ignore[no-untyped-def]
         q, k = rotate(q, k, cos, sin, **kwargs)
-        # The first feature turns by one radian a position: its angles tell near from far.
-        far = not torch.equal(cos[0, 0], torch.ones_like(cos[0, 0]))
-        return (1.5 * q if far else q), k
+        # The last feature turns so slowly that its angle tells near from far.
+        far = cos[:, None, :, -1:] < 0.999
+        return torch.where(far, 1.5 * q, q), k
 
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", scaled)
     runner = load(make_tiny_model(tmp_path / "model", "llama"), monkeypatch)

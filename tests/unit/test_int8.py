@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.drafters.ngram import NgramDrafter
 from ssd_workers.engine.int8 import (
     Int8Linear,
@@ -159,25 +158,6 @@ def test_weights_of_earlier_contents_and_of_lost_models_are_removed(
     shutil.rmtree(tmp_path / "lost")
     quantise("changed", 1)
     assert made_from() == ["changed", "kept"]
-
-
-def test_weights_that_int8_does_not_cover_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoModelForCausalLM, MixtralConfig
-
-    from tests.tiny import make_tokenizer
-
-    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
-    config = MixtralConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
-    make_tokenizer().save_pretrained(tmp_path / "moe")
-    source = resolve_model(str(tmp_path / "moe"))
-    with pytest.raises(UnsupportedModelError, match="int8 does not cover"):
-        load_model(source, "int8", "cpu", no_progress)
 
 
 def test_a_processor_without_vnni_is_found_out() -> None:

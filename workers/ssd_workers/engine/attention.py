@@ -21,22 +21,22 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
-from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.attention_kernels import SdpaSpans
 from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fixed_step import FixedStep
 from ssd_workers.engine.kv_cache import BLOCK, SequenceCache, Span
+from ssd_workers.engine.rollback import (
+    KeysAndValuesOnly,
+    refuse_latent,
+    refuse_what_is_not_computed,
+)
 from ssd_workers.engine.row_attention import RowAttention
 
 ATTENTION_NAME = "ssd_packed_rows"
 
 Grouping = Literal["row", "span"]
 """Which rows of a sequence share a product: none, or all."""
-
-# What some models hand to their attention and this one does not compute.
-_NOT_COMPUTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Group:
     invalid: torch.Tensor | None  # [rows, 1, keys] bool; None if every key is valid
 
 
-class PackedStep(Cache):  # type: ignore[misc]
+class PackedStep(KeysAndValuesOnly):
     """One forward's view of every running sequence's cache, in the shape transformers expects.
 
     ``update`` writes each sequence's rows at its own place; :meth:`attend` reads them.
@@ -119,12 +119,19 @@ class PackedStep(Cache):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write ``[1, kv_heads, total_rows, head_dim]``; what is returned is not read again."""
+        """Write ``[1, kv_heads, total_rows, head_dim]``; what is returned is not read again.
+
+        Raises:
+          UnsupportedModelError: keys and values are not of one shape.
+        """
         del args, kwargs
+        refuse_latent(key_states.shape, value_states.shape)
         for row, span, keys, values in self.buffers(layer_idx, key_states[0]):
             end = span.start + span.rows
             keys[:, span.start : end] = key_states[0, :, row : row + span.rows]
             values[:, span.start : end] = value_states[0, :, row : row + span.rows]
+        # Some models hand nothing of their caller's to their attention but these.
+        key_states.ssd_step = self  # type: ignore[attr-defined]
         return key_states, value_states
 
     def attend(
@@ -268,15 +275,15 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention layers call under ``ATTENTION_NAME``."""
-    del key, value, attention_mask
+    del value, attention_mask
     if ssd_step is None:
-        raise RuntimeError("this attention runs only under ssd_workers' ModelRunner")
-    for name in _NOT_COMPUTED:
-        if kwargs.get(name) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} needs {name!r} in its attention, which this engine "
-                "does not compute."
-            )
+        ssd_step = getattr(key, "ssd_step", None)
+    if ssd_step is None:
+        raise RuntimeError(
+            "this attention runs only under ssd_workers' ModelRunner, in models that hand it the "
+            "keys that the cache returned or the arguments of their own forward"
+        )
+    refuse_what_is_not_computed(type(module).__name__, kwargs)
     if scaling is None:
         scaling = head_scale(query)
     layer = int(module.layer_idx)  # type: ignore[arg-type]

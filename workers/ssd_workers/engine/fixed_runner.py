@@ -119,9 +119,16 @@ class FixedShapeRunner(ModelRunner):
 
         Raises:
           UnsupportedModelError: also where the model cannot be recorded or compiled, such as one
-            that waits for the device in the middle of a forward.
+            that waits for the device in the middle of a forward, and where padding would change
+            which experts a row is sent to.
         """
         super().check_supported(name)
+        if self._is_row_exact:
+            raise UnsupportedModelError(
+                f"Model {name!r} ({type(self.model).__name__}) cannot be decoded in steps of "
+                "fixed shapes on a CPU: it chooses among experts, which has to be row-exact.",
+                remedy="Use decode_step='eager'.",
+            )
         try:
             self._run_padding(Bucket(1, 1, MIN_CAPACITY))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+
+from ssd_workers.engine.rollback import KeysAndValuesOnly
 
 
-class FixedStep(Cache):  # type: ignore[misc]
+class FixedStep(KeysAndValuesOnly):
     """One forward's view of a slot pool, in the shape transformers expects.
 
     Parameters:

@@ -135,10 +135,14 @@ def _candidates(
             factors = _gate_factors(module)
             if gate_up and down and factors and not len(gate_up.bias):
                 yield FusedFeedForward(gate_up, down, *factors), _INT8_TOLERANCE
-        elif all("position_embeddings" in s.kwargs for s in seen):
+        elif all(_gets(s, "position_embeddings") and _gets(s, "ssd_step") for s in seen):
             fused = _attention(module, steps) if kind == "attention" else _decoder_layer(module)
             if fused is not None:
                 yield fused, _INT8_TOLERANCE
+
+
+def _gets(seen: Seen, name: str) -> bool:
+    return seen.kwargs.get(name) is not None
 
 
 def _joint(module: nn.Module, *names: str) -> Int8Linear | None:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ssd_integrations.errors import (
-    DraftModelMismatchError,
     InvalidRequestError,
     ModelLoadError,
     SSDError,
@@ -28,16 +19,18 @@ from ssd_integrations.errors import (
 from ssd_workers.engine import int8, int8_cache
 from ssd_workers.engine.attention import ATTENTION_NAME
 from ssd_workers.engine.config import AttnImplementation, DecodeStep, DType, EngineConfig
+from ssd_workers.engine.experts import EXPERTS_NAME
 from ssd_workers.engine.fixed_runner import check_decode_step, make_runner
+from ssd_workers.engine.model_config import context_length, eos_token_ids, load_config
 from ssd_workers.engine.placement import DeviceMap, Placement, missing_package
 from ssd_workers.engine.quiet import no_foreign_bars
+from ssd_workers.engine.rollback import OWN_ATTENTION
 from ssd_workers.engine.runner import ModelRunner
+from ssd_workers.engine.vocabulary import check_same_tokenizer, load_tokenizer
 from ssd_workers.models.store import ModelSource, resolve_model
 from ssd_workers.progress import Progress
 
 logger = logging.getLogger(__name__)
-
-_ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ def load_engine_models(
     draft_source = None
     if config.draft_model is not None:
         draft_source = resolve_model(config.draft_model, progress=progress)
-        _check_same_tokenizer(target_source, draft_source)
+        check_same_tokenizer(target_source, draft_source)
     target = load_model(
         target_source,
         config.dtype,
@@ -125,21 +118,22 @@ def load_model(
       quantization: fields of transformers' ``quantization_config``.
 
     Raises:
-      UnsupportedModelError: an architecture whose state cannot be rolled back.
+      UnsupportedModelError: an architecture whose state cannot be rolled back, or that this engine
+        does not compute as transformers does.
       InvalidRequestError: a dtype, device or quantization that this machine does not have, or a
         ``decode_step`` that does not go with them.
       MissingExtraError: the quantization needs a package that is not installed.
       ModelLoadError: files are damaged or missing.
     """
     chosen_device = _choose_device(device)
-    config = _load_config(source)
+    config = load_config(source)
     if isinstance(device_map, dict):
         for place in dict.fromkeys(device_map.values()):
             _choose_device(f"cuda:{place}" if isinstance(place, int) else place)
     placement = Placement(chosen_device, device_map, quantization)
     chosen_dtype = _choose_dtype(dtype, placement, source)
     check_decode_step(decode_step, placement, chosen_dtype)
-    tokenizer = _load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     progress("load model", 0, 1, "models")
     try:
         model = _load_weights(source, chosen_dtype, placement, progress)
@@ -151,6 +145,11 @@ def load_model(
             remedy="Use a smaller dtype, quantization=, device_map='auto', or a smaller model.",
         ) from error
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        if error.args == (ATTENTION_NAME,):  # a class of attention for each name
+            raise UnsupportedModelError(
+                f"Model {source.name!r} ({config.model_type}) cannot be decoded by this engine: "
+                f"{OWN_ATTENTION}."
+            ) from error
         raise ModelLoadError(f"Model {source.name!r} cannot be loaded: {error}") from error
     progress("load model", 1, 1, "models")
     text_config = config.get_text_config(decoder=True)
@@ -158,8 +157,9 @@ def load_model(
         chosen_device = model.get_input_embeddings().weight.device
     runner = make_runner(model, chosen_device, attention, decode_step, max_num_seqs, chosen_dtype)
     runner.check_supported(source.name)
+    runner.check_against_library(source.name)
     if chosen_dtype == "int8":
-        runner.fuse_layers(_context_length(text_config))
+        runner.fuse_layers(context_length(text_config))
     if decode_step == "graphs":  # a compilation takes too long to do what may not be needed
         runner.warm_up()
     return LoadedModel(
@@ -171,8 +171,8 @@ def load_model(
         dtype=chosen_dtype,
         device=chosen_device,
         vocab_size=text_config.vocab_size,
-        context_length=_context_length(text_config),
-        eos_token_ids=_eos_token_ids(source, text_config, tokenizer),
+        context_length=context_length(text_config),
+        eos_token_ids=eos_token_ids(source, text_config, tokenizer),
     )
 
 
@@ -213,59 +213,15 @@ def _choose_dtype(dtype: DType, placement: Placement, source: ModelSource) -> st
     return dtype
 
 
-def _load_config(source: ModelSource) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"Model {source.name!r} is of a kind that transformers cannot load: {error}"
-        ) from error
-    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
-    if getattr(config, "is_encoder_decoder", False) or not kinds <= _ROLLBACK_LAYERS:
-        reason = (
-            "it is an encoder-decoder model"
-            if getattr(config, "is_encoder_decoder", False)
-            else f"it has layers of kind {sorted(kinds - _ROLLBACK_LAYERS)}"
-        )
-        raise UnsupportedModelError(
-            f"Model {source.name!r} ({config.model_type}) cannot be decoded by this engine: "
-            f"{reason}."
-        )
-    return config
-
-
-def _load_tokenizer(source: ModelSource) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(
-            f"The tokenizer of model {source.name!r} cannot be loaded: {error}"
-        ) from error
-
-
-def _check_same_tokenizer(target: ModelSource, draft: ModelSource) -> None:
-    ours = _load_tokenizer(target).get_vocab()
-    theirs = _load_tokenizer(draft).get_vocab()
-    if ours == theirs:
-        return
-    differing = sorted(
-        (token for token, index in ours.items() if theirs.get(token) != index),
-        key=lambda token: ours[token],
-    )
-    example = f", first at {differing[0]!r}" if differing else ""
-    raise DraftModelMismatchError(
-        f"Draft model {draft.name!r} has another tokenizer than model {target.name!r}: "
-        f"{len(theirs)} tokens against {len(ours)}, {len(differing)} of them differ{example}."
-    )
-
-
 def _load_weights(
     source: ModelSource, dtype: str, placement: Placement, progress: Progress
 ) -> PreTrainedModel:
     if dtype == "int8":
         folder = int8_cache.ensure_int8(source, progress)
-        return int8_cache.load_int8(source.path, folder, ATTENTION_NAME, progress)
+        return int8_cache.load_int8(source.path, folder, progress)
     arguments = placement.loading_arguments()
+    if placement.is_plain and placement.device.type == "cpu":
+        arguments["experts_implementation"] = EXPERTS_NAME
     try:
         with no_foreign_bars():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -282,22 +238,3 @@ def _load_weights(
     # Quantised and spread weights are where they belong, and some cannot be moved.
     placed = model.to(placement.device) if placement.is_plain else model  # type: ignore[arg-type]
     return placed.eval()
-
-
-def _context_length(text_config: Any) -> int:
-    for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(text_config, key, None)
-        if value:
-            return int(value)
-    return 2048
-
-
-def _eos_token_ids(source: ModelSource, text_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends the output: those of the generation settings and the tokenizer's."""
-    values = [getattr(text_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
-    if (Path(source.path) / GENERATION_CONFIG_NAME).is_file():
-        values.append(GenerationConfig.from_pretrained(source.path).eos_token_id)
-    found: set[int | None] = set()
-    for value in values:
-        found.update(value if isinstance(value, list | tuple) else [value])
-    return frozenset(int(v) for v in found if v is not None)

@@ -9,6 +9,8 @@ a whole number of vectors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers.activations import ACT2CLS
@@ -29,16 +31,21 @@ class RowExactActivation(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        width = x.shape[-1]
-        rows = x.reshape(-1, width).contiguous()
-        if width % _VECTOR:
-            rows = nn.functional.pad(rows, (0, -width % _VECTOR))
-        if _shares_are_whole(rows.numel()):
-            result: torch.Tensor = self.inner(rows)
-        else:
-            alone = max(1, _ALONE // rows.shape[1])
-            result = torch.cat([self.inner(part) for part in torch.split(rows, alone)])
-        return result[:, :width].view(x.shape)
+        return elementwise(self.inner, x)
+
+
+def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """``function`` of every value of ``x [..., width]``, with row-exact results."""
+    width = x.shape[-1]
+    rows = x.reshape(-1, width).contiguous()
+    if width % _VECTOR:
+        rows = nn.functional.pad(rows, (0, -width % _VECTOR))
+    if _shares_are_whole(rows.numel()):
+        result = function(rows)
+    else:
+        alone = max(1, _ALONE // rows.shape[1])
+        result = torch.cat([function(part) for part in torch.split(rows, alone)])
+    return result[:, :width].view(x.shape)
 
 
 def make_activations_exact(model: nn.Module) -> None:
@@ -52,6 +59,11 @@ def make_activations_exact(model: nn.Module) -> None:
     ]
     for parent, name, child in found:
         setattr(parent, name, RowExactActivation(child))
+
+
+def activations(model: nn.Module) -> set[nn.Module]:
+    """The activation functions of ``model`` that are wrapped."""
+    return {module.inner for module in model.modules() if isinstance(module, RowExactActivation)}
 
 
 def _shares_are_whole(count: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,22 @@ from ssd_integrations.errors import UnsupportedModelError
 from ssd_workers.engine.attention import Grouping, PackedStep
 from ssd_workers.engine.config import AttnImplementation
 from ssd_workers.engine.fusion import Recorder, fuse_layers
+from ssd_workers.engine.int8 import Int8Linear, Int8Slice
 from ssd_workers.engine.kv_cache import GrowingCache, SequenceCache, Span, round_up
+from ssd_workers.engine.library_check import StepRecord, compare, in_float32
+from ssd_workers.engine.rollback import refusal_of_error, refusal_of_layers
+from ssd_workers.engine.row_exact import activations
+from ssd_workers.engine.row_exact_functions import FunctionWatch, make_functions_exact
 from ssd_workers.engine.step_cost import StepCost
+
+# How far logits may be from the library's, relative to their size. In float32 both differ by
+# rounding only, every row of them. Quantised layers round values that differ in their last bits to
+# different levels, which moves a deep model's logits by a tenth.
+_FLOAT32_TOLERANCE = 1e-3
+_COARSE_TOLERANCE = 0.5
+
+# How a forward fails that a model cannot do.
+_FAILURES = (TypeError, AttributeError, ValueError, LookupError, RuntimeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,9 @@ class ModelRunner:
         self._attention = attention
         self._cache_dtype = cache_dtype
         self.bytes_per_token = 0
+        self.is_int8 = any(isinstance(m, Int8Linear | Int8Slice) for m in model.modules())
+        #: Whether the model chooses by rank, as mixtures of experts do; known once it is checked.
+        self.ranks = False
         config = model.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
@@ -113,7 +131,10 @@ class ModelRunner:
         return logits
 
     def _forward(
-        self, blocks: Sequence[RowBlock], shift: int = 0
+        self,
+        blocks: Sequence[RowBlock],
+        shift: int = 0,
+        step_type: type[PackedStep] = PackedStep,
     ) -> tuple[PackedStep, torch.Tensor]:
         """``shift`` is added to the positions that the model is told, not to those in the cache."""
         ids: list[int] = []
@@ -126,7 +147,7 @@ class ModelRunner:
             ids.extend(block.token_ids)
             positions.extend(range(start + shift, start + shift + rows))
             kept.extend(range(len(ids) - block.keep, len(ids)))
-        step = PackedStep(
+        step = step_type(
             spans,
             grouping=self.grouping,
             implementation=self._attention,
@@ -142,6 +163,15 @@ class ModelRunner:
             ssd_step=step,
         )
         return step, output.logits[0, : len(kept)]
+
+    @property
+    def _is_row_exact(self) -> bool:
+        """Whether a row's logits must have the same bits whatever stands beside it.
+
+        In int8 that is the promise. In float32 last bits may differ, but not where they choose
+        another expert.
+        """
+        return self.device.type == "cpu" and (self.is_int8 or self.ranks)
 
     @torch.inference_mode()
     def fuse_layers(self, context_length: int) -> int:
@@ -168,23 +198,85 @@ class ModelRunner:
         """Run three tokens and see that every layer goes through our cache and attention.
 
         Raises:
-          UnsupportedModelError: the model keeps state elsewhere, so it cannot be rolled back.
+          UnsupportedModelError: the model keeps state elsewhere, so it cannot be rolled back, or
+            its attention is not computed here.
         """
-        refusal = f"Model {name!r} ({type(self.model).__name__}) cannot be decoded by this engine:"
+        refusal = self._refusal(name)
+        watch = FunctionWatch(self.model)
         try:
-            step, _ = self._forward([RowBlock(self.new_cache(), [1, 2, 3], 1)])
+            with watch:
+                step, _ = self._forward(
+                    [RowBlock(self.new_cache(), [1, 2, 3], 1)], step_type=StepRecord
+                )
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"{refusal} {error.message}", remedy=error.remedy
             ) from error
-        except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise UnsupportedModelError(f"{refusal} {error}.") from error
-        expected = set(range(self.num_layers))
-        if step.written_layers != expected or step.attended.keys() != expected:
-            raise UnsupportedModelError(
-                f"{refusal} only {len(step.attended)} of its {self.num_layers} layers use "
-                "the key-value cache and attention interface that can be rolled back."
-            )
+        except _FAILURES as error:
+            raise self._failed(name, error) from error
+        assert isinstance(step, StepRecord)
+        reason = refusal_of_layers(self.num_layers, step.writes, step.reads)
+        if reason is not None:
+            raise UnsupportedModelError(f"{refusal} {reason}")
+        self.ranks = watch.ranks
+        if self._is_row_exact:
+            make_functions_exact(watch.callers - activations(self.model))
         cache = step.spans[0].cache
-        layers = (cache.read(layer, 0, 1) for layer in range(self.num_layers))
+        layers = [cache.read(layer, 0, 1) for layer in range(self.num_layers)]
         self.bytes_per_token = sum(keys.nbytes + values.nbytes for keys, values in layers)
+
+    @torch.inference_mode()
+    def check_against_library(self, name: str) -> None:
+        """Compare logits with those of the model's own forward, and of rows alone and together.
+
+        Windows are made small for the time of the check. Call it before layers are fused.
+
+        Raises:
+          UnsupportedModelError: the model does something that this engine leaves out, or, where
+            rows must be exact, mixes them.
+        """
+
+        def forward(blocks: list[tuple[SequenceCache, list[int]]]) -> torch.Tensor:
+            rows = [RowBlock(cache, tokens, len(tokens)) for cache, tokens in blocks]
+            return ModelRunner.forward(self, rows)
+
+        # Weights of other kinds than floats, or elsewhere, are not copied.
+        plain = not self.is_int8 and all(
+            p.is_floating_point() and p.device.type == self.device.type
+            for p in self.model.parameters()
+        )
+        tolerance = _FLOAT32_TOLERANCE if plain else _COARSE_TOLERANCE
+        widened = plain and self.model.dtype != torch.float32
+        # A near tie between experts may be decided otherwise in one text, hardly in three.
+        for attempt in range(3 if self.ranks else 1):
+            try:
+                with in_float32(self.model) if widened else nullcontext():
+                    found = compare(self.model, forward, self.new_cache, attempt)
+            except _FAILURES as error:
+                raise self._failed(name, error) from error
+            apart = float(found.difference.max() if plain else found.difference.median())
+            if apart <= tolerance:
+                break
+        else:
+            raise UnsupportedModelError(
+                f"{self._refusal(name)} its logits are {apart:.1%} away from those that "
+                "transformers computes with its own attention, so it needs something that this "
+                "engine does not compute."
+            )
+        # Torch's own attention promises no bits, and was asked for.
+        promised = self._is_row_exact and self._attention == "packed"
+        if promised and not found.rows_are_alike:
+            raise UnsupportedModelError(
+                f"{self._refusal(name)} what it computes for a token depends on the tokens "
+                "computed beside it, so speculation could change its text.",
+                remedy="Use --dtype float32." if self.is_int8 else None,
+            )
+
+    def _failed(self, name: str, error: Exception) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._refusal(name)} {refusal_of_error(self.model, error)}",
+            remedy="Use --dtype float32." if self.is_int8 else None,
+        )
+
+    def _refusal(self, name: str) -> str:
+        return f"Model {name!r} ({type(self.model).__name__}) cannot be decoded by this engine:"

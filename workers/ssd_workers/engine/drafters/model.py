@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,14 +46,27 @@ class ModelDrafter:
       runner: the draft model.
       context_length: its longest sequence, in tokens.
       target_vocab_size: ids from here on are never drafted (padding of a larger vocabulary).
+      target_token_ids: what the target's tokenizer has tokens for; nothing else is drafted. None
+        for every id below ``target_vocab_size``.
     """
 
     name = "model"
 
-    def __init__(self, runner: ModelRunner, context_length: int, target_vocab_size: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        context_length: int,
+        target_vocab_size: int,
+        target_token_ids: Collection[int] | None = None,
+    ) -> None:
         self._runner = runner
         self._context_length = context_length
         self._vocab_size = min(runner.vocab_size, target_vocab_size)
+        self._never: Tensor | None = None
+        if target_token_ids is not None:
+            self._vocab_size = min(self._vocab_size, 1 + max(target_token_ids))
+            holes = sorted(set(range(self._vocab_size)).difference(target_token_ids))
+            self._never = torch.tensor(holes, device=runner.device) if holes else None
         self._states: dict[str, _State] = {}
 
     def propose(self, sequences: Sequence[DraftView], max_tokens: Sequence[int]) -> list[list[int]]:
@@ -73,6 +86,8 @@ class ModelDrafter:
         while active:
             blocks = [RowBlock(self._state(sequences[i]).cache, pending[i], 1) for i in active]
             logits = self._runner.forward(blocks)[:, : self._vocab_size]
+            if self._never is not None:
+                logits = logits.index_fill(1, self._never, -torch.inf)
             logits = adjust_logits(logits, [sequences[i].rules(drafts[i]) for i in active])
             for i, row in zip(active, logits, strict=True):
                 if sequences[i].by_rejection:

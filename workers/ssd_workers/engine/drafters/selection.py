@@ -11,6 +11,7 @@ from ssd_workers.engine.drafters.ngram import NgramDrafter
 from ssd_workers.engine.drafters.suffix import SuffixDrafter
 from ssd_workers.engine.drafters.suffix_store import SuffixStore, store_fingerprint
 from ssd_workers.engine.loading import LoadedModel
+from ssd_workers.engine.vocabulary import token_ids
 
 
 class DrafterSelection:
@@ -29,7 +30,12 @@ class DrafterSelection:
         self._suffix = SuffixDrafter(store=_open_store(target, suffix_store))
         self._model = None
         if draft is not None:
-            self._model = ModelDrafter(draft.runner, draft.context_length, target.vocab_size)
+            self._model = ModelDrafter(
+                draft.runner,
+                draft.context_length,
+                target.vocab_size,
+                token_ids(target.tokenizer),
+            )
         self._hybrid = HybridDrafter(self._suffix, model=self._model, ngram=self._ngram)
 
     def pick(self, mode: SpeculationMode) -> Drafter | None:
