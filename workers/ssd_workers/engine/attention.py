@@ -180,8 +180,9 @@ class PackedStep(KeysAndValuesOnly):
         sample = self.spans[0].cache.read(layer, 0, 1)
         if self._grouping == "row" and RowAttention.takes(queries, *sample):
             return self._loops.attend(layer, queries, per_kv, window, softcap)
-        out = torch.empty_like(queries)
-        for group in self._plan(window, queries.device):
+        groups = self._plan(window, queries.device)
+        out = None if len(groups) == 1 else torch.empty_like(queries)
+        for group in groups:
             keys, values = group.cache.read(layer, group.key_start, group.key_end)
             part = slice(group.first * per_kv, group.last * per_kv)
             scores = torch.bmm(queries[:, part], keys.to(queries.dtype).transpose(1, 2))
@@ -191,7 +192,11 @@ class PackedStep(KeysAndValuesOnly):
                 view = scores.view(scores.shape[0], -1, per_kv, scores.shape[2])
                 view.masked_fill_(group.invalid, -torch.inf)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(queries.dtype)
-            out[:, part] = torch.bmm(weights, values.to(queries.dtype))
+            result = torch.bmm(weights, values.to(queries.dtype))
+            if out is None:
+                return result
+            out[:, part] = result
+        assert out is not None
         return out
 
     def buffers(
