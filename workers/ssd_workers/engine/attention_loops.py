@@ -19,7 +19,7 @@ import numpy as np
 from numba import carray, cfunc, types
 
 from ssd_workers.engine.attention_tiles import TILE_KEYS, score_tile, value_tile
-from ssd_workers.engine.kernels import CACHED, exactly
+from ssd_workers.engine.compiled import CACHED, exactly
 from ssd_workers.engine.vectors import (
     LANES,
     add,

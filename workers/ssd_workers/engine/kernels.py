@@ -12,22 +12,16 @@ Arrays are C-contiguous float32 unless said otherwise; ``R`` rows.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ssd_workers.engine.compiled import exactly, with_sums
 from ssd_workers.engine.vectors import element
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-
-logger = logging.getLogger(__name__)
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 _HALF = np.float32(128.5)  # the zero point 128, and one half because the cast cuts off
 _LEVELS = np.float32(127)
@@ -42,37 +36,6 @@ _E6, _E5 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3)
 _E4, _E3 = np.float32(8.3334519073e-3), np.float32(4.1665795894e-2)
 _E2, _E1 = np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 _LOWEST, _HIGHEST = np.float32(-87), np.float32(88)
-
-
-def _can_keep_code() -> bool:
-    """Whether numba finds a folder to write to: beside this file, or the user's cache."""
-
-    def probe() -> None: ...
-
-    try:
-        njit(cache=True)(probe)
-    except RuntimeError as error:
-        logger.warning(
-            "Compiled code cannot be kept, so every start takes some seconds longer: %s "
-            "Set NUMBA_CACHE_DIR to a folder that can be written to.",
-            error,
-        )
-        return False
-    return True
-
-
-# Compiled at the first call, kept on disk, and running without Python's lock.
-CACHED: dict[str, Any] = {"cache": _can_keep_code(), "error_model": "numpy"}
-_OPTIONS: dict[str, Any] = {"nogil": True, **CACHED}
-
-
-def exactly(function: _F) -> _F:
-    """Compile a loop whose floating-point operations stay in the order written."""
-    return cast(_F, njit(**_OPTIONS)(function))
-
-
-def _with_sums(function: _F) -> _F:
-    return cast(_F, njit(fastmath={"reassoc"}, **_OPTIONS)(function))
 
 
 @exactly
@@ -143,7 +106,7 @@ def dequantize(y: Floats, scale: Floats, bias: Floats) -> None:
                 row[i] = row[i] * factor + bias[i]
 
 
-@_with_sums
+@with_sums
 def rms_norm(x: Floats, out: Floats, weight: Floats, eps: np.float32) -> None:
     """``out = weight * x / sqrt(mean(x**2) + eps)`` over each row of ``[R, n]``."""
     width = x.shape[1]
@@ -151,7 +114,7 @@ def rms_norm(x: Floats, out: Floats, weight: Floats, eps: np.float32) -> None:
         _norm_row(x[r], weight, eps, width, out[r])
 
 
-@_with_sums
+@with_sums
 def _norm_row(x: Floats, weight: Floats, eps: np.float32, width: int, out: Floats) -> None:
     squares = np.float32(0)
     for i in range(width):
@@ -161,7 +124,7 @@ def _norm_row(x: Floats, weight: Floats, eps: np.float32, width: int, out: Float
         out[i] = weight[i] * (x[i] * factor)
 
 
-@_with_sums
+@with_sums
 def norm_quantize(x: Floats, out: Bytes, scale: Floats, weight: Floats, eps: np.float32) -> None:
     """:func:`rms_norm` of ``x [R, n]``, quantised to ``out [R, n]`` and ``scale [R]``."""
     row = np.empty(x.shape[1], np.float32)
@@ -229,7 +192,7 @@ def put(x: Floats, out: Any) -> None:
         out[i] = element(out, x[i])
 
 
-@_with_sums
+@with_sums
 def rotate(
     y: Floats,
     scale: Floats,
