@@ -11,6 +11,7 @@ import typer
 from ssd_integrations import __version__
 from ssd_integrations.cli.failures import EXIT_USAGE, report_failures, show_error
 from ssd_integrations.cli.lazy import LazyGroup
+from ssd_integrations.cli.standard_streams import open_closed_streams
 from ssd_integrations.errors import InvalidRequestError
 
 __all__ = ["app", "main"]
@@ -58,6 +59,7 @@ def _root(
 
 def main() -> None:
     """Entry point of the `ssd` command."""
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A model may write characters that the terminal's encoding lacks.
         if hasattr(stream, "reconfigure"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -18,13 +19,16 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
+#: No space, over the quota, a device that fails, or not open for writing.
+_CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF})
+
 
 @contextmanager
 def report_failures(*, as_json: bool = False) -> Iterator[None]:
     """Turn what goes wrong inside into a message and the right exit code.
 
-    Typed errors exit with 1, an interrupt with 130, a reader that went away with 141 and
-    silence. Anything else is a defect of ours and keeps its traceback.
+    Typed errors and output that cannot be written exit with 1, an interrupt with 130, a reader
+    that went away with 141 and silence. Anything else is a defect of ours and keeps its traceback.
     """
     try:
         yield
@@ -37,6 +41,13 @@ def report_failures(*, as_json: bool = False) -> Iterator[None]:
     except BrokenPipeError as error:
         _discard(sys.stdout)
         raise typer.Exit(EXIT_BROKEN_PIPE) from error
+    except OSError as error:
+        # What is opened by name has errors of its own.
+        if error.filename is not None or error.errno not in _CANNOT_WRITE:
+            raise
+        _discard(sys.stdout)
+        show_error(_unwritable(error), as_json=False)
+        raise typer.Exit(EXIT_FAILED) from error
 
 
 @contextmanager
@@ -61,6 +72,13 @@ def show_error(error: SSDError, *, as_json: bool) -> None:
     print(clean_for_terminal(f"Error: {error.message}"), file=sys.stderr)
     if error.remedy:
         print(clean_for_terminal(f"  What to do: {error.remedy}"), file=sys.stderr)
+
+
+def _unwritable(error: OSError) -> SSDError:
+    return SSDError(
+        f"Standard output or a file could not be written: {error.strerror}.",
+        remedy="Make room, or send standard output elsewhere.",
+    )
 
 
 def _discard(stream: TextIO) -> None:

@@ -82,7 +82,7 @@ def _arguments(block: ToolCallBlock) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or too many levels of it
             arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequestError(

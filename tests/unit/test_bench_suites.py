@@ -101,6 +101,7 @@ def test_a_file_is_a_suite(tmp_path: Path) -> None:
     ("line", "fault"),
     [
         ("{", "line 1 of bad.jsonl: not JSON"),
+        ("[" * 100_000, "line 1 of bad.jsonl: not JSON .too many levels"),
         (json.dumps({**ITEM, "max_tokens": 0}), "line 1 of bad.jsonl: max_tokens=0"),
         (json.dumps({**ITEM, "language": "English"}), "language='English'"),
         (json.dumps({**ITEM, "surprise": 1}), "surprise=1"),

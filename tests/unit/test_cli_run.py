@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import time
@@ -122,6 +123,36 @@ def test_a_closed_pipe_ends_quietly(endless_model: Path) -> None:
     process.stderr.close()
     assert b"Traceback" not in stderr
     assert b"Exception ignored" not in stderr
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-", ">/dev/full --json"])
+def test_output_that_cannot_be_written_is_an_error(tiny_model: Path, redirection: str) -> None:
+    result = _in_shell(f"generate hi --max-tokens 3 --model {tiny_model} {redirection}")
+    assert result.returncode == 1, result.stderr
+    assert "could not be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate -", "chat"])
+def test_closed_input_is_empty_input(tiny_model: Path, command: str) -> None:
+    result = _in_shell(f"{command} --model {tiny_model} <&-")
+    assert "Traceback" not in result.stderr
+    assert result.returncode == (0 if command == "chat" else 2), result.stderr
+
+
+def test_closed_standard_error_takes_nothing_from_the_answer(tiny_model: Path) -> None:
+    result = _in_shell(f"generate hi --max-tokens 3 --seed 1 --model {tiny_model} 2>&-")
+    assert result.returncode == 0
+    assert result.stdout
+
+
+def _in_shell(command: str) -> subprocess.CompletedProcess[str]:
+    line = f"{shlex.join(SSD)} {command}"
+    return subprocess.run(
+        ["sh", "-c", line], env=ssd_environment(), capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
 
 
 def test_a_deadline_is_an_error_of_its_own(run_ssd: RunSSD, endless_model: Path) -> None:

@@ -120,9 +120,10 @@ def _parse(source: Traversable) -> list[Item]:
         where = f"line {number} of {source.name}"
         try:
             items.append(Item.model_validate(json.loads(line)))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
+            why = error.msg if isinstance(error, json.JSONDecodeError) else "too many levels"
             raise InvalidRequestError(
-                f"Invalid {where}: not JSON ({error.msg}).",
+                f"Invalid {where}: not JSON ({why}).",
                 remedy="Write one JSON object per line: id, category, language, messages, "
                 "max_tokens.",
             ) from error

@@ -141,7 +141,7 @@ def _json_object(value: object, expected: str) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"must be {expected}") from error
     if not isinstance(value, dict) or not value or not all(isinstance(k, str) for k in value):
         raise ValueError(f"must be {expected} with at least one entry")

@@ -11,11 +11,11 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.hf import from_tokenizer
 
 from ssd_integrations.errors import InvalidRequestError, InvalidStructureError
 from ssd_integrations.protocol import StructuredOutput
 from ssd_workers.engine.grammar import GrammarState, reason
+from ssd_workers.engine.grammar_tokenizer import grammar_tokenizer
 from ssd_workers.engine.schema_recursion import is_endless
 from ssd_workers.engine.tool_grammar import ToolGrammar, closed
 
@@ -118,9 +118,7 @@ class GrammarCompiler:
                 )
             size = max(self._vocab_size, len(self._tokenizer))
             try:
-                self._prepared = from_tokenizer(
-                    self._tokenizer, n_vocab=size, eos_token=sorted(self._end_token_ids)
-                )
+                self._prepared = grammar_tokenizer(self._tokenizer, size, self._end_token_ids)
             except ValueError as error:
                 raise InvalidRequestError(
                     "structured_output and tools cannot be used with this model's tokenizer: "

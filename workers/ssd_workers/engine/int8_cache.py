@@ -144,7 +144,7 @@ def _origin(folder: Path) -> str | None:
 def _record(folder: Path) -> dict[str, Any]:
     try:
         record = json.loads((folder / _DONE).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -49,7 +49,7 @@ def read_header(file: BinaryIO, fingerprint: str) -> str:
     file.seek(0)
     try:
         fields = json.loads(file.readline(_MAX_HEADER_BYTES))
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         raise DamagedFileError("it is not a suffix store")
