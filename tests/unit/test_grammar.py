@@ -151,6 +151,10 @@ def test_json_has_no_whitespace_whatever_the_schema_says(compiler: GrammarCompil
     ("structure", "named"),
     [
         ({"json_schema": {"type": "foo"}}, "Invalid type: foo"),
+        (
+            {"json_schema": {"$schema": "http://json-schema.org/draft-03/schema#", "disallow": 1}},
+            "draft 3 of JSON Schema is not supported",
+        ),
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5)"),
         ({"json_schema": {"enum": []}}, "{'enum': []}"),
         ({"json_schema": {"$ref": "#"}}, "no text satisfies it"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ssd_integrations.protocol import (
+    DeltaEvent,
     FailedEvent,
     FinishedEvent,
     SamplingParams,
@@ -28,7 +29,15 @@ from ssd_workers.engine.int8 import cpu_is_exact
 from ssd_workers.engine.loading import LoadedModel, load_model
 from ssd_workers.models.store import resolve_model
 from ssd_workers.progress import no_progress
-from tests.engine_support import Job, NoisyOracle, output_ids, run_batch, run_to_end
+from tests.engine_support import (
+    Job,
+    NoisyOracle,
+    make_engine,
+    make_sequence,
+    output_ids,
+    run_batch,
+    run_to_end,
+)
 from tests.fixed_support import static
 from tests.json_schema import conforms
 from tests.structures import PERSON, PHONE, PHONE_PATTERN, SCHEMAS, SUM_GRAMMAR
@@ -284,3 +293,30 @@ def test_other_rows_do_not_notice(llama: Case, monkeypatch: pytest.MonkeyPatch) 
     expected = [alone[0], *(event for _, event in structured), alone[1]]
     finished = [event for event in events if isinstance(event, FinishedEvent)]
     assert [output_ids(e) for e in finished] == [output_ids(e) for e in expected]
+
+
+def test_what_is_streamed_of_an_incomplete_answer_does_not_depend_on_drafts(llama: Case) -> None:
+    """A choice of several tokens, cut off: drafted whole, or written token by token."""
+    structure = StructuredOutput(choice=("0123456789" * 3,))
+    streams = []
+    for drafter in (None, NgramDrafter(), llama.drafter("model")):
+        tokens: list[int] = []
+        failures: list[str] = []
+
+        def on_event(
+            event: Any, tokens: list[int] = tokens, failures: list[str] = failures
+        ) -> None:
+            if isinstance(event, DeltaEvent):
+                tokens.extend(event.token_ids)
+            elif isinstance(event, FailedEvent):
+                failures.append(event.error.code)
+
+        job = Job([5, 6, 7], 5, SamplingParams(), 0, structure)
+        engine = make_engine(llama.target)
+        engine.add(make_sequence(llama.target, job, on_event, drafter=drafter))
+        while engine.has_work:
+            engine.step()
+        assert failures == ["incomplete_structure"]
+        streams.append(tokens)
+    assert len(streams[0]) == 5
+    assert streams[1] == streams[2] == streams[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ssd_integrations.errors import EngineError, SSDError
+from ssd_integrations.errors import EngineError, IncompleteStructureError, SSDError
 from ssd_integrations.protocol import (
     ErrorInfo,
     FailedEvent,
@@ -164,10 +164,14 @@ class Engine:
             return
         kept, reason = self._cut(sequence, emitted)
         forced = 0
+        incomplete: IncompleteStructureError | None = None
         if sequence.grammar is not None:
             forced = sequence.grammar.num_forced
             try:
                 reason = sequence.grammar.advance(kept, reason)
+            except IncompleteStructureError as error:
+                # What was written is streamed first: how much may not depend on drafts.
+                incomplete = error
             except SSDError as error:
                 self.fail(sequence, error)
                 return
@@ -196,7 +200,9 @@ class Engine:
             drafted = len(rows.draft) - forced
             self._budget.observe(sequence, drafted, min(accepted, drafted))
         self._emit(sequence, sequence.output.push(delta.text), kept, verdict.logprobs)
-        if reason is not None:
+        if incomplete is not None:
+            self.fail(sequence, incomplete)
+        elif reason is not None:
             self._finish(sequence, reason, delta.stopped)
 
     def _cut(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], FinishReason | None]:

@@ -20,6 +20,7 @@ from ssd_workers.engine.schema_recursion import is_endless
 from ssd_workers.engine.tool_grammar import ToolGrammar, closed
 
 _CACHED_GRAMMARS = 32
+_DRAFT_3 = "http://json-schema.org/draft-03/schema"
 # Nothing between the parts of a JSON text: a model could go on with blanks for ever. Given like
 # this, a schema cannot ask for it either, nor that what is not supported is ignored.
 _COMPACT: Any = {
@@ -157,6 +158,13 @@ def _matcher(tokenizer: LLTokenizer, source: str, what: str) -> LLMatcher:
     return matcher
 
 
+def _from_json_schema(schema: dict[str, Any]) -> str:
+    if str(schema.get("$schema", "")).rstrip("#") == _DRAFT_3:
+        # The parser would take it, and ignore those of its keywords that later drafts lack.
+        raise ValueError("draft 3 of JSON Schema is not supported, write it as 2020-12")
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
+
+
 def _from_choice(choice: Sequence[str]) -> str:
     return LLMatcher.grammar_from_regex("|".join(_literal(text) for text in choice))
 
@@ -170,7 +178,7 @@ def _from_grammar(text: str) -> str:
 
 
 _SOURCES: dict[str, Callable[[Any], str]] = {
-    "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT),
+    "json_schema": _from_json_schema,
     "regex": LLMatcher.grammar_from_regex,
     "choice": _from_choice,
     "grammar": _from_grammar,
