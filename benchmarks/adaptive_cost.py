@@ -22,7 +22,6 @@ from ssd_integrations.protocol import (
     DeltaEvent,
     Event,
     FailedEvent,
-    ModelInfo,
     build_request,
     build_sampling,
     build_speculation,
@@ -123,15 +122,8 @@ class Contest:
 
 
 def _engine(target: LoadedModel) -> Engine:
-    info = ModelInfo(
-        name=target.name,
-        architecture=target.architecture,
-        context_length=target.context_length,
-        vocab_size=target.vocab_size,
-        dtype=target.dtype,
-        device=str(target.device),
-        draft_model=None,
-        has_chat_template=True,
+    info = target.info(
+        context_length=target.context_length, draft_model=None, has_chat_template=True
     )
     return Engine(target, info, max_num_seqs=1)
 

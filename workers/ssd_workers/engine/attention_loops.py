@@ -38,7 +38,7 @@ from ssd_workers.engine.vectors import (
 )
 
 KEYS = 256
-"""Positions of a block; a multiple of what caches grow by would do as well."""
+"""Positions of a block, counted from the beginning of the sequence."""
 
 _MINUS_INFINITY = np.float32(-np.inf)
 _ONE = np.float32(1)

@@ -16,6 +16,7 @@ from ssd_integrations.errors import (
     SSDError,
     UnsupportedModelError,
 )
+from ssd_integrations.protocol import ModelInfo
 from ssd_workers.engine import int8, int8_cache
 from ssd_workers.engine.attention import ATTENTION_NAME
 from ssd_workers.engine.config import AttnImplementation, DecodeStep, DType, EngineConfig
@@ -47,6 +48,21 @@ class LoadedModel:
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
+
+    def info(
+        self, *, context_length: int, draft_model: str | None, has_chat_template: bool
+    ) -> ModelInfo:
+        """What clients are told of it, as one engine serves it."""
+        return ModelInfo(
+            name=self.name,
+            architecture=self.architecture,
+            context_length=context_length,
+            vocab_size=self.vocab_size,
+            dtype=self.dtype,
+            device=str(self.device),
+            draft_model=draft_model,
+            has_chat_template=has_chat_template,
+        )
 
 
 def load_engine_models(

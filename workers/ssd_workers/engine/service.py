@@ -75,13 +75,8 @@ class EngineService:
             reasoning_format=self.config.reasoning_format,
         )
         max_model_len = self._max_model_len(target)
-        self._info = ModelInfo(
-            name=target.name,
-            architecture=target.architecture,
+        self._info = target.info(
             context_length=max_model_len,
-            vocab_size=target.vocab_size,
-            dtype=target.dtype,
-            device=str(target.device),
             draft_model=draft.name if draft else None,
             has_chat_template=chat_format.has_template,
         )

@@ -71,8 +71,6 @@ class StepCost:
         return total / (weight + _BLOCK_FIRMNESS)
 
     def _learn_block(self, rows: int, seconds: float) -> None:
-        weight, total = self._blocks[(rows - 1) // _BLOCK_ROWS]
-        self._blocks[(rows - 1) // _BLOCK_ROWS] = (
-            _DECAY * weight + 1.0,
-            _DECAY * total + seconds,
-        )
+        block = (rows - 1) // _BLOCK_ROWS
+        weight, total = self._blocks[block]
+        self._blocks[block] = (_DECAY * weight + 1.0, _DECAY * total + seconds)
